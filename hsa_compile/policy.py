@@ -1,0 +1,327 @@
+"""Policies: how each attention layer reads its KV cache.
+
+A :class:`LayerPolicy` holds for one layer. A :class:`Policy` is a default and an ordered list of
+layer keys with a policy each; of the keys that match a layer the last one wins, so general keys go
+first and exceptions after them.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from hsa_compile.errors import (
+    PolicyError,
+    check_choice,
+    did_you_mean,
+    listed,
+    located,
+    refuse,
+)
+from hsa_compile.layer_keys import LayerName, matcher, normal_key, refuse_unmatched
+from hsa_compile.policy_file import SUFFIXES, read_policy_file
+
+__all__ = ["FIELDS", "PRESETS", "LayerName", "LayerPolicy", "Policy", "algorithm_names", "describe"]
+
+PAGE_SIZES = (16, 32, 64)
+GROUP_REDUCES = ("softmax_mean", "max")
+PLACEMENTS = ("device",)
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """How one attention layer reads its KV cache.
+
+    Attributes:
+        algorithm: a page score out of ``hsa_compile.algorithms.names()``, or "dense", which reads
+            everything.
+        budget: what one query reads. An int is tokens (>= 1), a float a fraction of the attendable
+            length in (0, 1]; so 1 is one token and 1.0 is everything.
+        page_size: tokens a page: 16, 32 or 64.
+        sink: first tokens whose pages are always read (>= 0).
+        recent: last tokens whose pages are always read (>= 0); the newest token's page always is.
+        group_reduce: how the scores of the query heads that share a KV head become one:
+            "softmax_mean" or "max".
+        placement: where the KV cache lives: "device".
+
+    Raises:
+        PolicyError: a field is out of range or of the wrong type.
+    """
+
+    algorithm: str = "cuboid"
+    budget: int | float = 2048
+    page_size: int = 32
+    sink: int = 4
+    recent: int = 64
+    group_reduce: str = "softmax_mean"
+    placement: str = "device"
+
+    def __post_init__(self) -> None:
+        check_choice("algorithm", self.algorithm, algorithm_names())
+        tokens = type(self.budget) is int and self.budget >= 1
+        fraction = type(self.budget) is float and 0 < self.budget <= 1
+        if not (tokens or fraction):
+            refuse(
+                "budget",
+                self.budget,
+                "an int >= 1 (tokens) or a float in (0, 1] (a fraction of the attendable length)",
+            )
+        if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
+            refuse("page_size", self.page_size, f"{listed(PAGE_SIZES)} (tokens)")
+        for name in ("sink", "recent"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                refuse(name, value, "an int >= 0 (tokens)")
+        check_choice("group_reduce", self.group_reduce, GROUP_REDUCES)
+        if self.placement == "host":
+            raise PolicyError(
+                f"placement 'host' is not available: this version has no host tier; valid: {listed(PLACEMENTS)}"
+            )
+        check_choice("placement", self.placement, PLACEMENTS)
+
+    # 1 == 1.0 in Python, but a budget of one token must never stand in for one of everything.
+    def _identity(self) -> tuple[object, ...]:
+        return (type(self.budget), *dataclasses.astuple(self))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayerPolicy):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def pages(self, length: int) -> int:
+        """Pages that the budget pays for at a static attendable ``length`` (tokens).
+
+        A fraction is the decimal that was written: 0.07 of 100 tokens is 7. Pages that sink and
+        recent force in beyond the budget are not added. "dense" pays for every page.
+        """
+        budget = 1.0 if self.algorithm == "dense" else self.budget
+        tokens = budget if isinstance(budget, int) else Fraction(repr(budget)) * length
+        return math.ceil(Fraction(tokens, self.page_size))
+
+
+def algorithm_names() -> tuple[str, ...]:
+    """Valid values of ``LayerPolicy.algorithm``: "dense" and the page scores."""
+    from hsa_compile import algorithms
+
+    return ("dense", *algorithms.names())
+
+
+FIELDS = tuple(item.name for item in dataclasses.fields(LayerPolicy))
+_NO_USE_WHEN_DENSE = frozenset(FIELDS) - {"algorithm", "placement"}
+
+PRESETS: dict[str, LayerPolicy] = {
+    "default": LayerPolicy(),
+    "dense": LayerPolicy(algorithm="dense"),
+    "cuboid": LayerPolicy(algorithm="cuboid"),
+    "mean": LayerPolicy(algorithm="mean"),
+    "quest": LayerPolicy(algorithm="quest"),
+}
+
+
+def describe(policy: LayerPolicy) -> str:
+    """One short line, such as "cuboid budget=2048 page=32 sink=4 recent=64", or "dense".
+
+    ``group_reduce`` and ``placement`` are in it where they are not the default.
+    """
+    usual = LayerPolicy()
+    parts = [policy.algorithm]
+    if policy.algorithm != "dense":
+        parts += [f"budget={policy.budget}", f"page={policy.page_size}"]
+        parts += [f"sink={policy.sink}", f"recent={policy.recent}"]
+        if policy.group_reduce != usual.group_reduce:
+            parts.append(f"group_reduce={policy.group_reduce}")
+    if policy.placement != usual.placement:
+        parts.append(f"placement={policy.placement}")
+    return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A default, and what differs from it by layer.
+
+    Attributes:
+        default: the policy of every layer that no key matches.
+        layers: layer keys and their policies, later ones winning. A key is an index, a range "A-B"
+            or a module-path glob; negative indices count from the end.
+
+    Raises:
+        PolicyError: a key is malformed, runs backwards or is there twice.
+    """
+
+    default: LayerPolicy = field(default_factory=LayerPolicy)
+    layers: tuple[tuple[str | int, LayerPolicy], ...] = ()
+
+    def __post_init__(self) -> None:
+        entries: dict[str | int, LayerPolicy] = {}
+        for given, policy in self.layers:
+            key = normal_key(given)
+            if key in entries:
+                raise PolicyError(f"layer key {given!r} is there twice; valid: each key once")
+            entries[key] = policy
+        for policy in (self.default, *entries.values()):
+            if not isinstance(policy, LayerPolicy):
+                refuse("value", policy, "a LayerPolicy; Policy.of also takes presets and mappings")
+        object.__setattr__(self, "layers", tuple(entries.items()))
+
+    @classmethod
+    def of(
+        cls,
+        default: "LayerSource" = "default",
+        layers: Mapping[Any, "LayerSource"] | None = None,
+    ) -> "Policy":
+        """Build a policy out of preset names, mappings of fields and LayerPolicies.
+
+        A mapping in ``layers`` takes the fields that it leaves out from ``default``, or from the
+        preset that its key "preset" names. A preset's name alone is that preset, whatever the
+        default.
+
+        Raises:
+            PolicyError: a key, a preset, a field or a value is not valid.
+        """
+        with located("default"):
+            base = _layer_policy(default, LayerPolicy())
+        entries = []
+        for key, value in (layers or {}).items():
+            with located(f"layers[{key!r}]"):
+                entries.append((key, _layer_policy(value, base)))
+        return cls(base, tuple(entries))
+
+    @classmethod
+    def load(cls, source: "PolicySource" = None) -> "Policy":
+        """Read a policy in any form that the option ``policy`` takes.
+
+        Args:
+            source: None (the defaults), a Policy or LayerPolicy, a preset's name, the path of a
+                .json, .yaml or .yml file, or a mapping with the keys "default" and "layers". A
+                mapping of a layer's fields is short for one with those under "default".
+
+        Raises:
+            PolicyError: a file is missing or cannot be parsed, or what it says is not valid.
+        """
+        if source is None:
+            return cls()
+        if isinstance(source, Policy):
+            return source
+        if isinstance(source, LayerPolicy):
+            return cls(source)
+        if isinstance(source, Mapping):
+            with located("policy"):
+                return _from_mapping(source)
+        if isinstance(source, str) and source in PRESETS:
+            return cls(PRESETS[source])
+        hint = ""
+        if isinstance(source, str | os.PathLike):
+            path = Path(os.fsdecode(source))
+            if path.suffix.lower() in SUFFIXES:
+                with located(f"policy file {str(path)!r}"):
+                    return _from_mapping(read_policy_file(path))
+            hint = did_you_mean(str(path), PRESETS)
+        refuse(
+            "policy",
+            source,
+            f"a Policy, a mapping, a preset ({listed(PRESETS)}) "
+            f"or the path of a file that ends in {listed(SUFFIXES)}{hint}",
+        )
+
+    def resolve(self, layers: Sequence[LayerName]) -> list[LayerPolicy]:
+        """The policy of each attention layer, in the order given.
+
+        Negative indices count from the largest index present plus one. Without layers there is
+        nothing to match, and the result is empty.
+
+        Raises:
+            PolicyError: a key is for none of the layers, or is a range that runs backwards once
+                its negative end is counted.
+        """
+        if not layers:
+            return []
+        count = 1 + max(layer.index for layer in layers)
+        chosen = [self.default] * len(layers)
+        with located("policy"):
+            for key, policy in self.layers:
+                matches = matcher(key, count)
+                hits = [i for i, layer in enumerate(layers) if matches(layer)]
+                if not hits:
+                    refuse_unmatched(key, layers)
+                for i in hits:
+                    chosen[i] = policy
+        return chosen
+
+    def to_dict(self) -> dict[str, Any]:
+        """A mapping that ``load`` reads back as an equal policy, also by way of JSON or YAML.
+
+        The order of "layers" is part of it: a writer must not sort the keys.
+        """
+        layers = {key: dataclasses.asdict(policy) for key, policy in self.layers}
+        return {"default": dataclasses.asdict(self.default), "layers": layers}
+
+    def canonical(self) -> str:
+        """One line of JSON for hashing; two policies have the same line only if they are equal."""
+        content = self.to_dict()
+        content["layers"] = list(content["layers"].items())
+        return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+LayerSource: TypeAlias = LayerPolicy | Mapping[str, Any] | str
+PolicySource: TypeAlias = Policy | LayerPolicy | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def _from_mapping(content: object) -> Policy:
+    if not isinstance(content, Mapping):
+        refuse("content", content, "a mapping with the keys 'default' and 'layers'")
+    fields = ("preset", *FIELDS)
+    valid: tuple[str, ...] = ("default", "layers")
+    if not any(key in content for key in valid):
+        if all(key in fields for key in content):
+            return Policy.of(content)
+        valid += fields
+    for key in content:
+        if key in valid:
+            continue
+        hint = f"; put {key!r} into 'default'" if key in fields else did_you_mean(key, valid)
+        raise PolicyError(
+            f"unknown key {key!r}; valid: {listed(valid)}, with layer keys such as '0-1' under 'layers'{hint}"
+        )
+    layers = content.get("layers", {})
+    if not isinstance(layers, Mapping):
+        refuse("layers", layers, "a mapping of layer keys to presets or fields")
+    return Policy.of(content.get("default", {}), layers)
+
+
+def _preset(name: object) -> LayerPolicy:
+    check_choice("preset", name, tuple(PRESETS))
+    return PRESETS[str(name)]
+
+
+def _layer_policy(value: object, base: LayerPolicy) -> LayerPolicy:
+    if isinstance(value, LayerPolicy):
+        return value
+    if isinstance(value, str):
+        return _preset(value)
+    if not isinstance(value, Mapping):
+        refuse("value", value, f"a preset ({listed(PRESETS)}) or a mapping of fields")
+    given = dict(value)
+    if "preset" in given:
+        base = _preset(given.pop("preset"))
+    for name in given:
+        if name not in FIELDS:
+            valid = ("preset", *FIELDS)
+            raise PolicyError(
+                f"unknown field {name!r}; valid: {listed(valid)}{did_you_mean(name, valid)}"
+            )
+    if base.algorithm == "dense" and "algorithm" not in given:
+        for name in given:
+            if name in _NO_USE_WHEN_DENSE:
+                raise PolicyError(
+                    f"{name} {given[name]!r} has no effect on 'dense', which this layer starts "
+                    f"from; name an algorithm too; valid: {listed(algorithm_names())}"
+                )
+    return dataclasses.replace(base, **given)

@@ -1,0 +1,328 @@
+"""Policies: fields and their ranges, keys and their order, and the words of every error."""
+
+import json
+import re
+
+import pytest
+
+from hsa_compile.errors import HsaError, PolicyError, nearest
+from hsa_compile.policy import (
+    PRESETS,
+    LayerName,
+    LayerPolicy,
+    Policy,
+    algorithm_names,
+    describe,
+)
+
+LAYERS = [LayerName(i, f"model.layers.{i}.self_attn") for i in range(8)]
+DENSE = PRESETS["dense"]
+
+
+def sparse_where(policy: Policy, layers: list[LayerName] = LAYERS) -> list[int]:
+    """Indices of the layers that a policy leaves sparse."""
+    chosen = policy.resolve(layers)
+    return [layer.index for layer, one in zip(layers, chosen) if one.algorithm != "dense"]
+
+
+def says(*parts: str) -> str:
+    """A pattern for a message with these parts, in this order."""
+    return ".*".join(re.escape(part) for part in parts)
+
+
+# Fields
+
+
+def test_the_default_layer():
+    assert LayerPolicy() == LayerPolicy("cuboid", 2048, 32, 4, 64, "softmax_mean", "device")
+    assert PRESETS["default"] == PRESETS["cuboid"] == LayerPolicy()
+    assert algorithm_names() == ("dense", "cuboid", "mean", "quest")
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("algorithm", "cubiod", ["algorithm 'cubiod'", "'dense', 'cuboid', 'mean', 'quest'"]),
+        ("algorithm", "QUEST", ["did you mean 'quest'?"]),
+        ("algorithm", None, ["algorithm None", "'dense', 'cuboid'"]),
+        ("budget", 0, ["budget 0 is not valid", "int >= 1 (tokens)", "float in (0, 1]"]),
+        ("budget", -1, ["budget -1"]),
+        ("budget", 0.0, ["budget 0.0"]),
+        ("budget", 1.5, ["budget 1.5"]),
+        ("budget", float("nan"), ["budget nan"]),
+        ("budget", float("inf"), ["budget inf"]),
+        ("budget", True, ["budget True"]),
+        ("budget", "2048", ["budget '2048'"]),
+        ("page_size", 48, ["page_size 48", "16, 32, 64 (tokens)"]),
+        ("page_size", 32.0, ["page_size 32.0"]),
+        ("sink", -1, ["sink -1", "int >= 0 (tokens)"]),
+        ("sink", True, ["sink True"]),
+        ("recent", 0.5, ["recent 0.5", "int >= 0 (tokens)"]),
+        ("group_reduce", "mean", ["group_reduce 'mean'", "'softmax_mean', 'max'"]),
+        ("placement", "host", ["placement 'host'", "no host tier", "valid: 'device'"]),
+        ("placement", "devise", ["placement 'devise'", "'device'; did you mean 'device'?"]),
+    ],
+)
+def test_a_bad_field_names_value_and_valid(field, value, message):
+    with pytest.raises(PolicyError, match=says(*message)):
+        LayerPolicy(**{field: value})
+
+
+def test_a_policy_error_is_a_value_error():
+    assert issubclass(PolicyError, ValueError) and issubclass(PolicyError, HsaError)
+
+
+@pytest.mark.parametrize(
+    "budget, page_size, length, pages",
+    [
+        (1, 32, 1000, 1),
+        (32, 32, 1000, 1),
+        (33, 32, 1000, 2),
+        (2048, 16, 64, 128),
+        (1.0, 32, 1000, 32),
+        (0.25, 32, 1024, 8),
+        (0.25, 32, 1025, 9),
+        (0.01, 64, 1, 1),
+        # In binary, 0.07 * 3200 is above 224, and would pay for an eighth page.
+        (0.07, 32, 3200, 7),
+    ],
+)
+def test_pages_round_the_budget_up(budget, page_size, length, pages):
+    assert LayerPolicy(budget=budget, page_size=page_size).pages(length) == pages
+
+
+def test_dense_pays_for_every_page():
+    assert DENSE.pages(100_000) == 3125
+
+
+def test_one_token_is_not_everything():
+    token, everything = LayerPolicy(budget=1), LayerPolicy(budget=1.0)
+    assert token != everything
+    assert len({token, everything, LayerPolicy(budget=1)}) == 2
+    assert Policy(token).canonical() != Policy(everything).canonical()
+
+
+@pytest.mark.parametrize(
+    "policy, line",
+    [
+        (LayerPolicy(), "cuboid budget=2048 page=32 sink=4 recent=64"),
+        (LayerPolicy(algorithm="dense", budget=64), "dense"),
+        (
+            LayerPolicy("quest", 0.125, 16, 0, 1, "max"),
+            "quest budget=0.125 page=16 sink=0 recent=1 group_reduce=max",
+        ),
+    ],
+)
+def test_describe(policy, line):
+    assert describe(policy) == line
+
+
+# Forms
+
+
+def test_forms_of_the_same_policy(tmp_path):
+    file = tmp_path / "quest.json"
+    file.write_text('{"default": "quest"}')
+    quest = Policy(LayerPolicy(algorithm="quest"))
+    for source in (
+        "quest",
+        quest,
+        quest.default,
+        {"default": "quest"},
+        {"default": {"preset": "quest"}},
+        {"algorithm": "quest"},
+        {"preset": "quest"},
+        str(file),
+        file,
+    ):
+        assert Policy.load(source) == quest
+
+
+def test_nothing_is_the_default():
+    assert Policy.load() == Policy.load({}) == Policy.load("default") == Policy()
+
+
+def test_a_layer_starts_from_the_default_or_its_preset():
+    policy = Policy.load(
+        {
+            "default": {"budget": 512, "page_size": 16},
+            "layers": {
+                "0": {"sink": 8},
+                "1": {"preset": "mean", "sink": 8},
+                "2": "quest",
+                "3": LayerPolicy(budget=64),
+            },
+        }
+    )
+    assert policy.resolve(LAYERS)[:5] == [
+        LayerPolicy(budget=512, page_size=16, sink=8),
+        LayerPolicy(algorithm="mean", sink=8),
+        LayerPolicy(algorithm="quest"),
+        LayerPolicy(budget=64),
+        LayerPolicy(budget=512, page_size=16),
+    ]
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("quset", ["policy 'quset'", "'.json', '.yaml', '.yml'; did you mean 'quest'?"]),
+        ("policy.toml", ["policy 'policy.toml'", "'.json', '.yaml', '.yml'"]),
+        (7, ["policy 7", "a Policy, a mapping, a preset ('default', 'dense'"]),
+        ({"defualt": "dense"}, ["unknown key 'defualt'", "did you mean 'default'?"]),
+        ({"budgets": 64}, ["policy: unknown key 'budgets'", "did you mean 'budget'?"]),
+        ({"0-1": "dense"}, ["unknown key '0-1'", "layer keys such as '0-1' under 'layers'"]),
+        ({"layers": {}, "budget": 64}, ["unknown key 'budget'", "put 'budget' into 'default'"]),
+        ({"layers": ["dense"]}, ["layers ['dense']", "a mapping of layer keys"]),
+        ({"default": None}, ["policy: default: value None", "a preset ('default', 'dense'"]),
+        ({"default": "desne"}, ["default: preset 'desne'", "did you mean 'dense'?"]),
+        ({"layers": {"0": "desne"}}, ["policy: layers['0']: preset 'desne'", "'dense'"]),
+        ({"layers": {0: {"sinks": 1}}}, ["layers[0]: unknown field 'sinks'", "mean 'sink'?"]),
+        ({"layers": {"-1": {"budget": 0}}}, ["policy: layers['-1']: budget 0", "int >= 1"]),
+        ({"layers": {0: {"preset": 1}}}, ["layers[0]: preset 1", "'default', 'dense'"]),
+    ],
+)
+def test_a_bad_policy_names_the_place(source, message):
+    with pytest.raises(PolicyError, match=says(*message)):
+        Policy.load(source)
+
+
+def test_a_budget_for_a_dense_layer_is_refused_and_not_ignored():
+    with pytest.raises(PolicyError, match=says("layers[4]: budget 64 has no effect on 'dense'")):
+        Policy.load({"default": "dense", "layers": {4: {"budget": 64}}})
+    policy = Policy.load(
+        {"default": "dense", "layers": {4: {"algorithm": "quest", "budget": 64}, 5: {}}}
+    )
+    assert policy.resolve(LAYERS)[4:6] == [LayerPolicy("quest", 64), DENSE]
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    "key, indices",
+    [
+        (0, [0]),
+        (-1, [7]),
+        ("3", [3]),
+        ("-8", [0]),
+        ("0-1", [0, 1]),
+        (" 2 - 3 ", [2, 3]),
+        ("-2--1", [6, 7]),
+        ("5--1", [5, 6, 7]),
+        ("-8-1", [0, 1]),
+        ("6-40", [6, 7]),
+        ("4-4", [4]),
+        ("model.layers.*", [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("*.[02].self_attn", [0, 2]),
+        ("model.layers.5.self_attn", [5]),
+    ],
+)
+def test_keys(key, indices):
+    policy = Policy.load({"default": "dense", "layers": {key: "cuboid"}})
+    assert sparse_where(policy) == indices
+
+
+def test_later_keys_win():
+    policy = Policy.load({"layers": {"*": "dense", "2-5": "cuboid", "*.3.*": "dense"}})
+    assert sparse_where(policy) == [2, 4, 5]
+
+
+def test_layers_without_attention_are_not_counted_as_missing():
+    hybrid = [LayerName(i, f"layers.{i}.mixer") for i in (3, 7, 11)]
+    policy = Policy.load({"default": "dense", "layers": {"0-3": "quest", "-1": "mean"}})
+    assert sparse_where(policy, hybrid) == [3, 11]
+    with pytest.raises(PolicyError, match=says("layer key 4 matches", "indices 3, 7, 11,")):
+        Policy.load({"layers": {"4": "dense"}}).resolve(hybrid)
+
+
+def test_without_attention_there_is_nothing_to_match():
+    assert Policy.load({"layers": {"40": "dense"}}).resolve([]) == []
+
+
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        ("3-1", ["layer key '3-1'", "from low to high; did you mean '1-3'?"]),
+        ("-1--2", ["layer key '-1--2'", "did you mean '-2--1'?"]),
+        ("4-", ["layer key '4-'", "'-2--1'", "did you mean '4--1'?"]),
+        ("0,1", ["layer key '0,1'", "an index (3 or -1), a range with both ends"]),
+        ("0:2", ["layer key '0:2'"]),
+        ("", ["layer key ''"]),
+        (True, ["layer key True"]),
+        (1.0, ["layer key 1.0"]),
+        (None, ["layer key None"]),
+    ],
+)
+def test_a_malformed_key_is_refused_at_load(key, message):
+    with pytest.raises(PolicyError, match=says(*message)):
+        Policy.load({"layers": {key: "dense"}})
+
+
+def test_a_key_given_in_two_spellings_is_refused():
+    with pytest.raises(PolicyError, match=says("layer key '00' is there twice")):
+        Policy.load({"layers": {0: "dense", "00": "mean"}})
+
+
+def test_a_range_can_turn_out_reversed():
+    policy = Policy.load({"layers": {"-2-1": "dense"}})
+    assert sparse_where(policy, LAYERS[:3]) == [0, 2]
+    with pytest.raises(PolicyError, match=says("'-2-1'", "from 8, this one runs from 6 to 1")):
+        policy.resolve(LAYERS)
+
+
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        (8, ["policy: layer key 8 matches no attention layer; valid: indices 0-7, module paths "]),
+        ("-9", ["layer key -9", "'model.layers.0.self_attn', ", "... (8 in all)"]),
+        ("10-20", ["layer key '10-20'", "indices 0-7"]),
+        ("model.layer.*.self_attn", ["did you mean 'model.layers.*.self_attn'?"]),
+        ("layers.*.self_attn", ["did you mean 'model.layers.*.self_attn'?"]),
+        ("model.layers.3.selfattn", ["did you mean 'model.layers.3.self_attn'?"]),
+        ("model.layers.3", ["layer key 'model.layers.3'", "did you mean 'model.layers."]),
+    ],
+)
+def test_a_key_for_no_layer_names_those_that_exist(key, message):
+    with pytest.raises(PolicyError, match=says(*message)):
+        Policy.load({"layers": {key: "dense"}}).resolve(LAYERS)
+
+
+# Round trips
+
+
+MIXED = {
+    "default": {"budget": 0.5, "sink": 0},
+    "layers": {"*": "quest", 0: "dense", "-2--1": {"budget": 1.0}, "model.*.3.*": {"recent": 1}},
+}
+
+
+def test_to_dict_and_json_round_trip():
+    policy = Policy.load(MIXED)
+    assert Policy.load(policy.to_dict()) == policy
+    again = Policy.load(json.loads(json.dumps(policy.to_dict())))
+    assert again == policy and hash(again) == hash(policy)
+    assert again.canonical() == policy.canonical()
+
+
+def test_canonical_tells_orders_apart():
+    first = Policy.load({"layers": {"*": "dense", "0": "mean"}})
+    second = Policy.load({"layers": {"0": "mean", "*": "dense"}})
+    assert first.canonical() != second.canonical()
+
+
+# Spelling
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("Max_Autotune", "max_autotune"),
+        ("cudagraphs", "triton.cudagraphs"),
+        ("stirct", "strict"),
+        ("zzz", None),
+        ("", None),
+    ],
+)
+def test_nearest(name, found):
+    assert nearest(name, ["strict", "max_autotune", "triton.cudagraphs"]) == found
