@@ -1,0 +1,19 @@
+"""Mean pooling: a page is represented by the mean of its keys.
+
+The score is the dot product with that mean, ``score(q, page) = q . mean(keys)``, half the summary bytes of a box.
+"""
+
+from torch import Tensor
+
+NAME = "mean"
+PARTS = 1
+
+
+def summarize(keys: Tensor, present: Tensor) -> Tensor:
+    """Mean of the present keys: keys ``[..., T, D]`` fp32, present ``[..., T, 1]`` bool -> ``[..., D]``."""
+    return keys.masked_fill(~present, 0).sum(-2) / present.sum(-2)
+
+
+def expand_query(q: Tensor) -> Tensor:
+    """The query as it meets the summary: ``[..., D]`` unchanged."""
+    return q

@@ -1,0 +1,121 @@
+"""``hsa::select``: which pages each KV head attends in this step.
+
+    q       [B, Hq, 1, D]
+    summary [B, Hkv, P, R]         from ``hsa::summarize``
+    bits    [Bm, Hm, P] int64      packed mask (``hsa::page_mask``), Bm in {1, B}, Hm in {1, Hq}
+    ->
+    ids     [B, Hkv, K] int32      selected pages, ascending, padded with -1; K = slots
+    counts  [B, Hkv, 2] int64      tokens selected, tokens attendable (over all query heads of the KV head)
+
+The rule. ``s_h(p)`` is query head h's page score (``hsa_compile.algorithms``) over the pages it can attend. Per KV
+head the group is reduced to one number a page:
+
+- ``softmax_mean``: the mean over the group of the softmax over pages of ``scale * s_h``, kept as a logarithm,
+  ``logsumexp_h(scale * s_h(p) - logsumexp_p(scale * s_h))``: an fp32 softmax underflows where one page dominates and
+  would leave the others tied;
+- ``max``: the largest raw score in the group.
+
+Pages that hold one of the first ``sink`` attendable tokens, one of the last ``recent``, or the newest one are always
+in. They count towards the number of pages, ``ceil(budget / page_size)``, and are all of them where they are more. The
+rest go by score, ties to the lower index. A page without an attendable token is never selected. A budget given as a
+fraction is taken of the attendable tokens of the row; it is passed in units of 1 / 65536 (0: ``slots`` is the budget).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.types import IntLikeType
+
+from .. import algorithms
+from ._library import define
+from .page_mask import unpack
+from .summarize import per_kv_head
+
+FRACTION_UNIT = 65536
+
+define(
+    "select(Tensor q, Tensor summary, Tensor bits, float scale, str algorithm, int page_size, SymInt slots, "
+    "SymInt budget_pages, int fraction, int sink, int recent, str group_reduce) -> (Tensor ids, Tensor counts)"
+)
+
+
+def forced_pages(sink: int, recent: int, page_size: int) -> int:
+    """The most pages that sinks, recent tokens and the newest token can touch: a lower bound for ``slots``."""
+    first = 0 if sink == 0 else (sink - 1 + page_size - 1) // page_size + 1
+    last = (max(recent, 1) - 1 + page_size - 1) // page_size + 1
+    return first + last
+
+
+def select_reference(
+    q: Tensor,
+    summary: Tensor,
+    bits: Tensor,
+    scale: float,
+    algorithm: str,
+    page_size: int,
+    slots: int,
+    budget_pages: int,
+    fraction: int,
+    sink: int,
+    recent: int,
+    group_reduce: str,
+) -> tuple[Tensor, Tensor]:
+    """The specification, row by row; in float64 where ``q`` is, else in float32."""
+    batch, query_heads = q.shape[:2]
+    kv_heads, pages = summary.shape[1:3]
+    group = query_heads // kv_heads
+    work = q.dtype if q.dtype == torch.float64 else torch.float32
+    query = (
+        algorithms.get(algorithm).expand_query(q[:, :, 0].to(work)).unflatten(1, (kv_heads, group))
+    )
+    scores = torch.einsum("bhgr,bhpr->bhgp", query, summary.to(work))
+    seen = (bits.expand(batch, query_heads, pages) != 0).unflatten(1, (kv_heads, group))
+    if group_reduce == "softmax_mean":
+        logits = (scale * scores).masked_fill(~seen, -math.inf)
+        normaliser = torch.logsumexp(logits, -1, keepdim=True)
+        rank = torch.logsumexp(logits - normaliser.clamp(min=torch.finfo(work).min), -2)
+    else:
+        rank = scores.masked_fill(~seen, -math.inf).amax(-2)
+    present = unpack(per_kv_head(bits, batch, kv_heads), page_size)
+    ids = torch.full((batch, kv_heads, slots), -1, dtype=torch.int32, device=q.device)
+    counts = torch.zeros((batch, kv_heads, 2), dtype=torch.int64, device=q.device)
+    for b in range(batch):
+        for h in range(kv_heads):
+            tokens = present[b, h].flatten().nonzero().flatten().tolist()
+            if not tokens:
+                continue
+            in_page: dict[int, int] = {}
+            for token in tokens:
+                in_page[token // page_size] = in_page.get(token // page_size, 0) + 1
+            first, last = tokens[0], tokens[-1]
+            always = {
+                t // page_size for t in tokens if t < first + sink or t > last - recent or t == last
+            }
+            share = -(-(fraction * len(tokens)) // (page_size * FRACTION_UNIT))
+            wanted = max(len(always), share if fraction else budget_pages)
+            by_score = sorted(in_page.keys() - always, key=lambda p: (-float(rank[b, h, p]), p))
+            chosen = sorted([*always, *by_score[: wanted - len(always)]])[:slots]
+            ids[b, h, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+            counts[b, h, 0] = sum(in_page[p] for p in chosen)
+            counts[b, h, 1] = len(tokens)
+    return ids, counts
+
+
+def fake(
+    q: Tensor,
+    summary: Tensor,
+    bits: Tensor,
+    scale: float,
+    algorithm: str,
+    page_size: int,
+    slots: IntLikeType,
+    budget_pages: IntLikeType,
+    fraction: int,
+    sink: int,
+    recent: int,
+    group_reduce: str,
+) -> tuple[Tensor, Tensor]:
+    batch, kv_heads = summary.shape[:2]
+    ids = q.new_empty((batch, kv_heads, slots), dtype=torch.int32)
+    return ids, q.new_empty((batch, kv_heads, 2), dtype=torch.int64)
