@@ -1,0 +1,369 @@
+"""Every use of private torch API, and every difference between torch releases, in one place."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def inductor_config_names() -> frozenset[str]:
+    """Names of Inductor's config entries, dotted where nested, as in "triton.cudagraphs"."""
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
+
+
+def inductor_config_type(name: str) -> type | None:
+    """The class that a value of config entry ``name`` must be an instance of.
+
+    None where the entry is annotated with more than a plain class, which ``torch.compile`` leaves
+    unchecked for its own options too.
+    """
+    from typing import get_origin
+
+    from torch._inductor import config
+
+    declared = config.get_type(name)
+    return declared if isinstance(declared, type) and get_origin(declared) is None else None
+
+
+def mode_names() -> tuple[str, ...]:
+    """The modes of ``torch.compile``: "default", "reduce-overhead", "max-autotune" and so on."""
+    from torch._inductor import list_mode_options
+
+    return tuple(list_mode_options())
+
+
+def mode_options(mode: str) -> dict[str, object]:
+    """The Inductor config patches that ``mode`` (one of :func:`mode_names`) stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options()[mode])
+
+
+def statically_known_true(condition: object) -> bool:
+    """Whether a comparison of sizes holds for every input that the guards admit; adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+    return bool(known(condition))  # type: ignore[arg-type]
+
+
+def trace_mode(graph: torch.fx.Graph) -> Any:
+    """The fake mode in which Dynamo traced the graph: that of its ``example_value``s."""
+    for node in graph.nodes:
+        held = node.meta.get("example_value")
+        if isinstance(held, torch.Tensor) and is_fake(held):
+            return held.fake_mode  # type: ignore[attr-defined]
+    raise ValueError("the graph holds no traced tensor")
+
+
+def compile_input(traced: Any) -> Any:
+    """A fake of the same shape for the backend, which has a fake mode of its own (Dynamo starts a fresh one)."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    mode = (
+        context.fake_mode
+        if context is not None and context.fake_mode is not None
+        else traced.fake_mode
+    )
+    return fake_tensor(mode, traced.shape, traced.stride(), traced.dtype, traced.device)
+
+
+def fake_tensor(
+    fake_mode: Any,
+    shape: Sequence[Any],
+    strides: Sequence[Any] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A fake tensor of this shape; contiguous where ``strides`` is None."""
+    with fake_mode:
+        if strides is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+
+
+def mark_input(node: torch.fx.Node, *, static_address: bool) -> None:
+    """Give a placeholder of ours what AOTAutograd asks of Dynamo's: a source, and whether its address is stable."""
+    from torch._dynamo.source import LocalSource
+
+    node._dynamo_source = LocalSource(node.name)  # type: ignore[attr-defined]
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if static_address else {}
+
+
+def _reader(at: int, dim: int | None) -> Callable[[Sequence[Any]], int]:
+    if dim is None:
+        return lambda arguments: int(arguments[at])
+    return lambda arguments: int(arguments[at].shape[dim])
+
+
+def symbol_values(inputs: Sequence[object]) -> dict[Any, Callable[[Sequence[Any]], int]]:
+    """How to read each size symbol of a graph off its arguments, from the values that its placeholders held."""
+    readers: dict[Any, Callable[[Sequence[Any]], int]] = {}
+    for at, held in enumerate(inputs):
+        if isinstance(held, torch.SymInt) and held.node.expr.is_symbol:
+            readers.setdefault(held.node.expr, _reader(at, None))
+        elif isinstance(held, torch.Tensor):
+            for dim, size in enumerate(held.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                    readers.setdefault(size.node.expr, _reader(at, dim))
+    return readers
+
+
+def expression(size: Any) -> Any:
+    """The sympy expression of a size."""
+    import sympy
+
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+
+
+def hint(size: Any) -> int:
+    """A size as it was when the graph was traced."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    held = size.node.hint
+    return int(held) if held is not None else 8192
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    identity: str,
+) -> Callable[..., Any]:
+    """``compile_fx`` with decompositions of ours; ``identity`` becomes part of every compile-cache key."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    merged = dict(patches)
+    merged[_PASS_SLOT] = _cache_key_pass(identity, merged.get(_PASS_SLOT))
+    table = {**select_decomp_table(), **decompositions}
+    return compile_fx(gm, list(inputs), config_patches=merged, decompositions=table)  # type: ignore[return-value]
+
+
+_PASS_SLOT = "post_grad_custom_pre_pass"
+
+
+def _cache_key_pass(identity: str, chained: Any) -> Any:
+    """A graph pass that does nothing but carry ``identity`` in its uuid (and run the pass a user had there)."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    chained = chained if chained is not None else getattr(config, _PASS_SLOT)
+
+    class CacheKey(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            if chained is not None:
+                chained(graph)
+
+        def uuid(self) -> Any:
+            if chained is None:
+                return identity
+            theirs = chained.uuid() if isinstance(chained, CustomGraphPass) else None
+            return None if theirs is None else (identity, theirs)
+
+    return CacheKey()
+
+
+def trace_artifact(name: str, payload: str) -> None:
+    """Put text into the structured trace that ``tlparse`` shows."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: payload,
+    )
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def module_of(model: Any) -> torch.nn.Module | None:
+    """The module behind a compiled module, a module, or a (compiled) bound method of one."""
+    for candidate in (
+        model,
+        getattr(model, "__self__", None),
+        getattr(original_callable(model), "__self__", None),
+    ):
+        if isinstance(candidate, torch.nn.Module):
+            return getattr(candidate, "_orig_mod", candidate)
+    return None
+
+
+def original_callable(model: Any) -> Callable[..., Any]:
+    """What was compiled: the module of an ``OptimizedModule``, the function behind a compiled function."""
+    if isinstance(model, torch.nn.Module):
+        return getattr(model, "_orig_mod", model)
+    return getattr(model, "_torchdynamo_orig_callable", model)
+
+
+def compile_options(model: Any) -> dict[str, Any]:
+    """The options with which ``model`` was compiled for this backend; empty where it was not."""
+    wrapped = getattr(model, "dynamo_ctx", None)
+    wrapped = getattr(wrapped, "_torchdynamo_orig_backend", None) or getattr(
+        wrapped, "callback", None
+    )
+    for _ in range(8):
+        if wrapped is None:
+            break
+        kwargs = getattr(wrapped, "kwargs", None)
+        if isinstance(kwargs, Mapping):
+            given = dict(kwargs.get("options") or {})
+            return given | ({"mode": kwargs["mode"]} if kwargs.get("mode") else {})
+        wrapped = getattr(wrapped, "_torchdynamo_orig_backend", None) or getattr(
+            wrapped, "_torchdynamo_orig_callable", None
+        )
+    return {}
+
+
+def trace_once(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    backend: Callable[..., Any],
+    stop: type[Exception],
+) -> str | None:
+    """Trace ``function`` as one graph up to ``backend``, which raises ``stop``; returns why it is not one graph."""
+    from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+
+    try:
+        torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
+    except stop:
+        return None
+    except BackendCompilerFailed as failure:
+        if isinstance(failure.inner_exception, stop):
+            return None
+        raise failure.inner_exception from None
+    except Unsupported as broken:
+        return str(broken).splitlines()[0]
+    return None
+
+
+def trace_through(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    backend: Callable[..., Any],
+) -> None:
+    """Trace and run ``function``, graph breaks included."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    try:
+        torch.compile(function, backend=backend)(*args, **kwargs)
+    except BackendCompilerFailed as failure:
+        raise failure.inner_exception from None
+
+
+# Inductor's lowerings and Triton templates (hsa_compile.lowering).
+
+
+def register_lowering(op: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
+    """Have Inductor lower ``op`` with ``function``, which gets IR nodes where the op gets tensors."""
+    from torch._inductor.lowering import register_lowering as register
+
+    register(op, type_promotion_kind=None)(function)
+
+
+def lower_to_eager(op: torch._ops.OpOverload, *args: Any) -> Any:
+    """Lower ``op`` to a call of its own eager implementation."""
+    from torch._inductor.lowering import fallback_handler
+
+    return fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def triton_template(name: str, grid: Callable[..., Any], source: str) -> Any:
+    """A ``TritonTemplate``; ``grid`` takes the sizes given as ``call_sizes``, the constants, and perhaps ``cdiv``."""
+    from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
+
+    return TritonTemplate(name=name, grid=SymbolicGridFn(grid), source=source)
+
+
+def choose_kernel(
+    name: str,
+    choices: list[Any],
+    inputs: list[Any],
+    layout: Any,
+    examples: dict[int, Callable[[Any], Any]],
+) -> Any:
+    """The output node of the fastest of ``choices``, timed where there is more than one.
+
+    ``examples`` makes the tensors to time with, by position, for inputs that random numbers do not suit.
+    """
+    from torch._inductor.select_algorithm import autotune_select_algorithm
+
+    chosen = autotune_select_algorithm(name, choices, inputs, layout, input_gen_fns=examples)
+    return chosen[0] if isinstance(chosen, tuple) else chosen  # (node, choice) from 2.13 on
+
+
+def max_autotune() -> bool:
+    """Whether Inductor is asked to time alternatives."""
+    from torch._inductor import config
+
+    return bool(config.max_autotune)
+
+
+def realize(node: Any) -> Any:
+    """An IR node as a buffer with final strides, copied only where no view of a buffer can express it."""
+    from torch._inductor.ir import ExternKernel
+
+    realized = ExternKernel.realize_input(node)
+    with contextlib.suppress(NotImplementedError):
+        realized.freeze_layout()
+    return realized
+
+
+def realize_in_place(node: Any) -> Any | None:
+    """As :func:`realize` for a buffer that is to be written; None where that would write to a copy."""
+    node.realize()
+    realized = realize(node)
+    return realized if realized.get_name() == node.get_name() else None
+
+
+def scratch(device: torch.device, dtype: torch.dtype, size: Sequence[Any]) -> Any:
+    """An uninitialised contiguous buffer, for a kernel to write into beside its output."""
+    from torch._inductor.lowering import empty_strided
+
+    return empty_strided(list(size), None, dtype=dtype, device=device)
+
+
+def contiguous_layout(device: torch.device, dtype: torch.dtype, size: Sequence[Any]) -> Any:
+    """The layout of a kernel's output."""
+    from torch._inductor.ir import FixedLayout, FlexibleLayout
+
+    return FixedLayout(device, dtype, list(size), FlexibleLayout.contiguous_strides(list(size)))
+
+
+def static_int(size: Any) -> int:
+    """A size as a constant of the compiled code; adds a guard where it is symbolic."""
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.sizevars.guard_int(size))
+
+
+def expression_hint(size: Any) -> int:
+    """An example value of a size within Inductor."""
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.sizevars.optimization_hint(size, fallback=8192))
+
+
+def expressions_equal(left: Any, right: Any) -> bool:
+    """Whether two sizes within Inductor are the same for every input; adds no guard."""
+    import sympy
+    from torch._inductor.virtualized import V
+
+    return bool(V.graph.sizevars.statically_known_true(sympy.Eq(left, right)))
+
+
+def is_constant(size: Any) -> bool:
+    """Whether a size within Inductor is a plain number."""
+    import sympy
+
+    return isinstance(size, (int, sympy.Integer))

@@ -1,0 +1,64 @@
+"""What a decode step reads, dense and sparse, as expressions in the sequence length (sympy)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from hsa_compile import algorithms, compat
+from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
+from hsa_compile.site import LayerPlan
+
+S = sympy.Symbol("S", integer=True, positive=True)
+"""Tokens in the cache."""
+
+_WORD = 8 + 16
+"""Bytes a page for the packed mask and the coverage record."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes read by one step of one layer, batch included.
+
+    dense: keys and values once. sparse: page summaries, the packed mask, and the selected keys and values.
+    break_even: the length from which the sparse step reads less, or None where it never does.
+    """
+
+    dense: sympy.Expr
+    sparse: sympy.Expr
+    break_even: int | None
+
+    def at(self, tokens: int) -> tuple[int, int]:
+        """Bytes at a length: dense, sparse."""
+        return int(self.dense.subs(S, tokens)), int(self.sparse.subs(S, tokens))
+
+
+def cost_of(plan: LayerPlan) -> Cost:
+    """The cost of a planned site; shapes come from its traced tensors."""
+    attention, policy = plan.site.attention, plan.policy
+    k, v = attention.k.meta["example_value"], attention.v.meta["example_value"]
+    heads = compat.hint(k.shape[0]) * int(k.shape[1])
+    token = heads * (int(k.shape[3]) + int(v.shape[3])) * k.element_size()
+    dense = S * token
+    if policy.algorithm == "dense":
+        return Cost(dense, dense, None)
+    width = algorithms.summary_width(policy.algorithm, int(k.shape[3])) * k.element_size() + _WORD
+    page = policy.page_size
+    if plan.fraction:
+        selected = S * sympy.Rational(plan.fraction, FRACTION_UNIT)
+    else:
+        forced = forced_pages(policy.sink, policy.recent, page)
+        selected = sympy.Integer(max(policy.pages(0), forced) * page)
+    sparse = heads * width * sympy.ceiling(S / page) + token * sympy.Min(S, selected)
+    return Cost(dense, sparse, _break_even(heads * width, page, token, selected))
+
+
+def _break_even(summary: int, page: int, token: int, selected: sympy.Expr) -> int | None:
+    """The length from which summaries and selection together read less than everything."""
+    length = sympy.Symbol("length", positive=True)
+    sparse = summary * length / page + token * selected.subs(S, length)
+    crossing = sympy.solve(sympy.Eq(token * length, sparse), length)
+    if crossing:
+        return int(sympy.ceiling(crossing[0]))
+    return 1 if (token * length - sparse).subs(length, 1) > 0 else None

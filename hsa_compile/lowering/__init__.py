@@ -1,0 +1,23 @@
+"""How Inductor compiles the ``hsa`` ops: on CUDA through the Triton templates of ``hsa_compile.templates``.
+
+``limits`` says what the kernels can take, ``options`` what they are rendered with, ``grids`` how many
+programs run; ``kernels`` hands a template to Inductor, and the file named after each op lowers it.
+``standalone`` renders the same templates without Inductor.
+
+Importing this package costs nothing; Inductor is loaded by :func:`register`.
+"""
+
+from functools import cache
+
+
+@cache
+def register() -> None:
+    """Teach Inductor the ops. Calling it again does nothing."""
+    import torch
+
+    from .. import compat
+    from . import select, sparse_attention, summarize
+
+    compat.register_lowering(torch.ops.hsa.summarize.default, summarize.lower)
+    compat.register_lowering(torch.ops.hsa.select.default, select.lower)
+    compat.register_lowering(torch.ops.hsa.sparse_attention.default, sparse_attention.lower)

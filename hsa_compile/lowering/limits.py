@@ -1,0 +1,32 @@
+"""What the kernels can take. Plain arithmetic: a pass can ask before anything is compiled."""
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+MAX_GROUP = 64
+MAX_PAGE_SIZE = 64
+
+
+def kernel_limits(
+    dtype: torch.dtype, head_dim: int, value_dim: int, group: int, page_size: int
+) -> str | None:
+    """Why the kernels cannot take such an attention, or None where they can.
+
+    Args:
+        dtype: of queries, keys and values alike.
+        head_dim: numbers in a key.
+        value_dim: numbers in a value.
+        group: query heads a KV head.
+        page_size: tokens a page.
+    """
+    if dtype not in DTYPES:
+        return f"dtype {dtype} is not one of {', '.join(str(known) for known in DTYPES)}"
+    for what, size in (("head size", head_dim), ("value size", value_dim)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            return f"{what} {size} is not between 1 and {MAX_HEAD_DIM}"
+    if not 1 <= group <= MAX_GROUP:
+        return f"{group} query heads a KV head are not between 1 and {MAX_GROUP}"
+    if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
+        return f"page size {page_size} is not a power of two up to {MAX_PAGE_SIZE}"
+    return None

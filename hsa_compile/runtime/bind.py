@@ -1,0 +1,119 @@
+"""From the nodes of a rewritten graph to positions of arguments: what :class:`Program` needs at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from hsa_compile import compat
+from hsa_compile.passes.rewrite import Rewritten, SparseSite
+
+from .program import CounterBlock, GrowingBinding, Program, SiteCounter, SizeReader, SummaryBinding
+from .state import SummaryLayout
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """All bindings of one graph; :meth:`program` adds the compiled callable."""
+
+    summaries: tuple[SummaryBinding, ...]
+    growing: tuple[GrowingBinding, ...]
+    blocks: tuple[CounterBlock, ...]
+    outputs: int
+
+    def program(self, inner: Callable[..., Sequence[object]]) -> Program:
+        return Program(inner, self.summaries, self.growing, self.blocks, self.outputs)
+
+
+def bind(
+    original: fx.Graph, graph: fx.Graph, rewritten: Rewritten, example_inputs: Sequence[object]
+) -> tuple[Bindings, list[object]]:
+    """Bindings, and the inputs with which the rewritten graph is to be compiled.
+
+    Args:
+        original: Dynamo's graph, whose placeholders are the arguments of every call.
+        graph: the rewritten graph; its first placeholders stand in the same order.
+        example_inputs: Dynamo's inputs.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    at = {node: i for i, node in enumerate(placeholders)}
+    traced = [node.meta.get("example_value") for node in original.nodes if node.op == "placeholder"]
+    readers = compat.symbol_values(traced)
+    grown = {view for view, _ in rewritten.growing}
+    inputs = [
+        compat.compile_input(node.meta["example_value"])
+        if i >= len(example_inputs) or node in grown
+        else example_inputs[i]
+        for i, node in enumerate(placeholders)
+    ]
+    outputs = next(iter(reversed(original.nodes))).args[0]
+    names = [node.name if isinstance(node, fx.Node) else None for node in outputs]  # type: ignore[union-attr]
+    summaries = tuple(_summary(site, at, readers, grown, names) for site in rewritten.sites)
+    return (
+        Bindings(
+            summaries,
+            tuple(GrowingBinding(at[view], places) for view, places in rewritten.growing),
+            tuple(
+                _block(rewritten, device, sites, readers) for device, _, sites in rewritten.counters
+            ),
+            len(names),
+        ),
+        inputs,
+    )
+
+
+def _summary(
+    site: SparseSite,
+    at: dict[fx.Node, int],
+    readers: Any,
+    grown: set[fx.Node],
+    outputs: list[str | None],
+) -> SummaryBinding:
+    policy, cache = site.plan.policy, site.plan.site.keys
+    read: Tensor = site.plan.site.attention.k.meta["example_value"]
+    batch, heads, tokens, size = read.shape
+    pages = (tokens + policy.page_size - 1) // policy.page_size
+    layout = SummaryLayout(policy.algorithm, policy.page_size, int(heads), int(size), read.dtype)
+    base: Tensor = cache.base.meta["example_value"]
+    offset = 0 if cache.kind == "dynamic" else read.storage_offset() - base.storage_offset()
+    return SummaryBinding(
+        argument=at[site.cache_input],
+        layout=layout,
+        batch=size_reader(batch, readers),
+        pages=size_reader(pages, readers),
+        page_major=site.page_major,
+        offset=int(offset),
+        growing=site.cache_input in grown,
+        moves_to=outputs.index(cache.write.name) if cache.kind == "functional" else None,
+    )
+
+
+def _block(
+    rewritten: Rewritten, device: torch.device, sites: list[int], readers: Any
+) -> CounterBlock:
+    rows = []
+    for i in sites:
+        attention = rewritten.sites[i].plan.site.attention
+        batch, heads = attention.k.meta["example_value"].shape[:2]
+        where = attention.where
+        rows.append(SiteCounter(where.index, where.path, int(heads), size_reader(batch, readers)))
+    return CounterBlock(device, tuple(rows))
+
+
+def size_reader(size: Any, readers: Any) -> SizeReader:
+    """A function that computes a traced size from the arguments of a call."""
+    expr = compat.expression(size)
+    if expr.is_number:
+        constant = int(expr)
+        return lambda arguments: constant
+    symbols = sorted(expr.free_symbols, key=str)
+    inputs = [readers[symbol] for symbol in symbols]
+    if expr.is_symbol:
+        return inputs[0]
+    compute = sympy.lambdify(symbols, expr, modules=[{"FloorDiv": lambda a, b: a // b}, "math"])
+    return lambda arguments: int(compute(*(read(arguments) for read in inputs)))

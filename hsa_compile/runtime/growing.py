@@ -1,0 +1,69 @@
+"""Growing KV buffers: ``torch.cat`` without the copy.
+
+A cache that the model grows by concatenation is kept in a buffer with spare capacity, and the model gets a view of the
+filled part as "the concatenated tensor". The next step's argument is that view, so it names its buffer by its storage.
+
+The storage is token-major, ``[capacity, B, H, D]``, seen as ``[B, H, S, D]``: the strides do not depend on the
+capacity, and one compiled graph serves every length.
+
+Only the newest view may be appended to in place. An older view is a prefix that somebody may share: it is copied first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .state import OWNERS
+
+_KEY = "growing"
+_SPARE_TOKENS = 256
+
+
+@dataclass
+class _Buffer:
+    """What is known of a storage of ours: its shape, and how far it is filled."""
+
+    batch: int
+    heads: int
+    size: int
+    capacity: int
+    tip: int
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        return token_major_strides(self.batch, self.heads, self.size)
+
+
+def token_major_strides(batch: int, heads: int, size: int) -> tuple[int, int, int, int]:
+    """Strides of a ``[B, H, S, D]`` view of token-major storage."""
+    return heads * size, size, batch * heads * size, 1
+
+
+def with_room_for_one(old: Tensor) -> Tensor:
+    """A view ``[B, H, S + 1, D]`` whose first S tokens are ``old``; the last one is to be written.
+
+    In place where ``old`` is the newest view of a buffer of ours with room left; otherwise in a new buffer with a
+    quarter of spare capacity.
+    """
+    batch, heads, tokens, size = old.shape
+    buffer = OWNERS.peek(old.untyped_storage(), _KEY)
+    if (
+        isinstance(buffer, _Buffer)
+        and buffer.tip == tokens < buffer.capacity
+        and (buffer.batch, buffer.heads, buffer.size) == (batch, heads, size)
+        and old.storage_offset() == 0
+        and old.stride() == buffer.strides
+    ):
+        buffer.tip = tokens + 1
+        return old.as_strided((batch, heads, tokens + 1, size), buffer.strides, 0)
+    capacity = tokens + max(_SPARE_TOKENS, tokens // 4)
+    with torch.inference_mode(False):
+        store = torch.empty((capacity, batch, heads, size), dtype=old.dtype, device=old.device)
+    store[:tokens].permute(1, 2, 0, 3).copy_(old)
+    OWNERS.of(store.untyped_storage())[_KEY] = _Buffer(batch, heads, size, capacity, tokens + 1)
+    return store.as_strided(
+        (batch, heads, tokens + 1, size), token_major_strides(batch, heads, size), 0
+    )

@@ -1,0 +1,164 @@
+"""Page summaries, bound to the cache that they describe.
+
+A state is found by the *object* that holds the cache (a tensor, or the storage of a growing buffer) through a weak
+reference, never by address alone, and is freed with it. It is reset, which makes the next step summarise every page
+anew, whenever the cache may have been written behind its back: another version counter, another memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hsa_compile import algorithms
+from hsa_compile.ops.summarize import NEVER
+
+
+@dataclass(frozen=True)
+class SummaryLayout:
+    """Which summaries a site needs: the rule, and the shape of what it describes."""
+
+    algorithm: str
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        return algorithms.summary_width(self.algorithm, self.head_dim)
+
+
+class PageState:
+    """Summary ``[B, Hkv, P, R]`` and coverage ``[B, Hkv, P, 2]`` of one cache tensor.
+
+    ``page_major`` storage keeps strides independent of the number of pages, so that a cache of growing length can be
+    compiled once; otherwise pages of one KV head are contiguous.
+    """
+
+    def __init__(
+        self, layout: SummaryLayout, batch: int, device: torch.device, page_major: bool
+    ) -> None:
+        self.layout, self.batch, self.device, self.page_major = layout, batch, device, page_major
+        self.summary = self._allocate(0, layout.width, layout.dtype)
+        self.covered = self._allocate(0, 2, torch.int64)
+        self.version: int | None = None
+        self.memory = 0
+
+    def _allocate(self, pages: int, width: int, dtype: torch.dtype) -> Tensor:
+        batch, heads = self.batch, self.layout.kv_heads
+        with torch.inference_mode(False):
+            if self.page_major:
+                return torch.zeros(
+                    (pages, batch, heads, width), dtype=dtype, device=self.device
+                ).permute(1, 2, 0, 3)
+            return torch.zeros((batch, heads, pages, width), dtype=dtype, device=self.device)
+
+    def views(self, pages: int) -> tuple[Tensor, Tensor]:
+        """Summary and coverage of the first ``pages`` pages; grows where there are fewer."""
+        have = self.summary.shape[2]
+        if have < pages:
+            room = max(pages, have + have // 2) if self.page_major else pages
+            summary = self._allocate(room, self.layout.width, self.layout.dtype)
+            covered = self._allocate(room, 2, torch.int64)
+            covered[..., 1] = NEVER
+            summary[:, :, :have] = self.summary
+            covered[:, :, :have] = self.covered
+            self.summary, self.covered = summary, covered
+        return self.summary[:, :, :pages], self.covered[:, :, :pages]
+
+    def reset(self) -> None:
+        """Forget what is covered: the next step summarises every page anew."""
+        self.covered[..., 1] = NEVER
+
+    def bytes(self) -> int:
+        return self.summary.nbytes + self.covered.nbytes
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """The version counter; inference tensors have none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+@dataclass
+class _Owner:
+    reference: weakref.ref[object]
+    states: dict[Hashable, object] = field(default_factory=dict)
+
+
+class Owners:
+    """States by owner object: weakly referenced, so that they go when the owner goes."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, _Owner] = {}
+
+    def of(self, owner: object) -> dict[Hashable, object]:
+        """The states of ``owner``, created empty where there are none."""
+        key = id(owner)
+        entry = self._owners.get(key)
+        if entry is None or entry.reference() is not owner:
+            entry = _Owner(weakref.ref(owner, lambda gone: self._forget(key, gone)))
+            self._owners[key] = entry
+        return entry.states
+
+    def peek(self, owner: object, key: Hashable) -> object:
+        """One state of ``owner``, or None; creates nothing."""
+        entry = self._owners.get(id(owner))
+        return entry.states.get(key) if entry is not None and entry.reference() is owner else None
+
+    def move(self, old: object, new: object) -> None:
+        """Hand the states of ``old`` over to ``new``."""
+        entry = self._owners.pop(id(old), None)
+        if entry is not None and entry.reference() is old:
+            self.of(new).update(entry.states)
+
+    def _forget(self, key: int, gone: weakref.ref[object]) -> None:
+        entry = self._owners.get(key)
+        if entry is not None and entry.reference is gone:
+            del self._owners[key]
+
+    def states(self) -> list[object]:
+        return [state for owner in self._owners.values() for state in owner.states.values()]
+
+
+OWNERS = Owners()
+
+
+def root_of(tensor: Tensor) -> Tensor:
+    """The tensor whose memory and version counter a view shares; under inference mode, the view itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def state_of(
+    read: Tensor, owner: object, layout: SummaryLayout, page_major: bool, geometry: Hashable
+) -> PageState:
+    """The state of what attention reads, reset where its cache was written since the last step.
+
+    Args:
+        read: the tensor whose version and memory tell about outside writes.
+        owner: the object that the state lives with.
+        geometry: what distinguishes this state from others of the same owner (offset, shape of the view).
+    """
+    states = OWNERS.of(owner)
+    key = (layout, page_major, geometry)
+    state = states.get(key)
+    if not isinstance(state, PageState):
+        batch = geometry[0]  # type: ignore[index]
+        state = states[key] = PageState(layout, batch, read.device, page_major)
+    elif state.version != version_of(read) or state.memory != read.untyped_storage().data_ptr():
+        state.reset()
+    return state
+
+
+def settle(state: PageState, read: Tensor) -> None:
+    """Record, after a step, what the cache looks like when nobody else has written it."""
+    state.version, state.memory = version_of(read), read.untyped_storage().data_ptr()
+
+
+def summary_bytes() -> int:
+    """Bytes of all live page summaries and their coverage."""
+    return sum(state.bytes() for state in OWNERS.states() if isinstance(state, PageState))

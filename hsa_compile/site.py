@@ -1,0 +1,130 @@
+"""What the passes hand to each other: attention as it was found, its cache, and what was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from .policy import LayerPolicy
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where in the model an attention site stands."""
+
+    index: int
+    path: str
+    module_class: str
+    source: str
+    """``file:line`` of the model's own code, or an empty string where the trace does not tell."""
+
+
+@dataclass(frozen=True)
+class Reject:
+    """An attention site that is left exactly as the model wrote it, and why."""
+
+    where: Where
+    reason: str
+    node: str
+
+
+@dataclass(frozen=True)
+class MaskTerm:
+    """One contribution to the mask of the scores.
+
+    kind: ``keep`` (boolean, true is attended), ``drop`` (boolean, true is set to ``value``), ``add`` (additive, times
+    ``factor``), ``causal`` (``is_causal=True`` as the graph means it: top-left aligned; no node).
+    """
+
+    kind: Literal["keep", "drop", "add", "causal"]
+    node: fx.Node | None = None
+    factor: float = 1.0
+    value: float = float("-inf")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention in a Dynamo graph, in canonical operands.
+
+    ``out = softmax(scale * q k^T + mask) v``, with q ``[B, Hq, L, D]``, k ``[B, Hkv, S, D]`` and v
+    ``[B, Hkv, S, Dv]``; repetition of KV heads has been looked through, query head h reads KV head h // (Hq // Hkv).
+    """
+
+    where: Where
+    out: fx.Node
+    anchor: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    scale: float
+    masks: tuple[MaskTerm, ...]
+
+
+@dataclass(frozen=True)
+class CacheUpdate:
+    """How one cache tensor (keys or values) is written in this graph.
+
+    kind: ``static`` (a graph input written in place), ``functional`` (a new tensor returned in its place) or
+    ``dynamic`` (a graph input to which ``torch.cat`` appends). ``position`` is a node (tensor or SymInt), an int, or
+    None for ``dynamic`` (the end).
+    """
+
+    kind: Literal["static", "functional", "dynamic"]
+    base: fx.Node
+    write: fx.Node
+    new: fx.Node
+    position: fx.Node | int | None
+    form: str
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """An attention with the cache that it reads: what can be rewritten."""
+
+    attention: Attention
+    keys: CacheUpdate
+    values: CacheUpdate
+
+    @property
+    def where(self) -> Where:
+        return self.attention.where
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What becomes of one site: ``sparse`` with these numbers, or ``dense`` for a reason that is no fault."""
+
+    site: AttentionSite
+    policy: LayerPolicy
+    decision: Literal["sparse", "dense"]
+    note: str = ""
+    slots: int | torch.SymInt = 0
+    budget_pages: int | torch.SymInt = 0
+    fraction: int = 0
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One attention site as ``explain`` shows it.
+
+    decision: ``sparse`` (rewritten), ``dense`` (left by choice: policy, or a cache within the
+    budget) or ``left`` (could not be rewritten). ``reason`` says why for the latter two. Bytes are
+    those that one step reads, batch included, as sympy expressions in the cache length S;
+    ``break_even`` is the length from which sparse reads less.
+    """
+
+    index: int
+    path: str
+    module_class: str
+    source: str
+    decision: str
+    reason: str = ""
+    cache: str = ""
+    policy: str = ""
+    shapes: str = ""
+    bytes_dense: str = ""
+    bytes_sparse: str = ""
+    break_even: int | None = None

@@ -1,0 +1,87 @@
+"""Counters of what the rewritten attention has read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hsa_compile import registry
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One attention layer: sums over all steps of tokens a KV head and batch row (averaged over both).
+
+    ``tokens_read / steps`` is what one step reads of the KV cache; ``tokens_attendable / steps`` what dense attention
+    would have read.
+    """
+
+    index: int
+    path: str
+    steps: int
+    tokens_read: float
+    tokens_attendable: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of a model since it was compiled. ``str()`` gives a table."""
+
+    steps: int
+    layers: tuple[LayerStats, ...]
+
+    def __str__(self) -> str:
+        table = Table(title=f"{self.steps} steps", title_justify="left")
+        for name in (
+            "layer",
+            "module",
+            "steps",
+            "tokens read a step",
+            "tokens attendable a step",
+            "share",
+        ):
+            table.add_column(name, justify="left" if name == "module" else "right")
+        for layer in self.layers:
+            read, seen = layer.tokens_read / layer.steps, layer.tokens_attendable / layer.steps
+            share = f"{read / seen:.1%}" if seen else "-"
+            table.add_row(
+                str(layer.index), layer.path, str(layer.steps), f"{read:.1f}", f"{seen:.1f}", share
+            )
+        console = Console(width=120, no_color=True, force_terminal=False)
+        with console.capture() as captured:
+            console.print(table)
+        return captured.get()
+
+
+def stats(model: Any) -> Stats:
+    """What the rewritten attention of ``model`` has read since it was compiled.
+
+    Reading the counters of a GPU waits for it.
+
+    Args:
+        model: a module, a compiled module or a bound ``forward``.
+
+    Raises:
+        HsaError: ``model`` is none of these.
+    """
+    totals: dict[tuple[int, str], list[float]] = {}
+    programs = registry.programs(model)
+    for program in programs:
+        for block in program.blocks:
+            for site, rows, (read, seen) in zip(
+                block.sites, block.rows, block.values.tolist(), strict=True
+            ):
+                if program.steps == 0:
+                    continue
+                total = totals.setdefault((site.index, site.path), [0, 0, 0])
+                total[0] += program.steps
+                total[1] += read * program.steps / rows
+                total[2] += seen * program.steps / rows
+    layers = tuple(
+        LayerStats(index, path, int(steps), read, seen)
+        for (index, path), (steps, read, seen) in sorted(totals.items())
+    )
+    return Stats(max((layer.steps for layer in layers), default=0), layers)

@@ -1,0 +1,1 @@
+"""The graph passes, one a file, in pipeline order: capture, find_attention, find_cache, plan, rewrite, verify."""

@@ -1,0 +1,335 @@
+"""Find the KV cache behind each attention: which graph input holds it, and how this graph writes the new token.
+
+    before: attention over k, v
+    after:  the graph unchanged; k and v traced to a ``CacheUpdate`` each, or a ``Reject``
+
+Three shapes of cache are understood. *static*: a graph input written in place (``index_copy_``,
+``x[:, :, pos] = k``, ``index_put_``, ``copy_`` into a slice). *functional*: the same write as a new
+tensor (``slice_scatter``, ``index_copy``), returned in the place of its input. *dynamic*:
+``torch.cat([input, new])`` along the tokens, returned as the next call's input.
+
+A write must land along the token dimension of what attention reads; strides of the traced tensors decide that, so no
+layout is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from hsa_compile.site import Attention, AttentionSite, CacheUpdate, Reject
+
+from .graph_tools import argument, op, same, tensor, value
+
+_VIEWS = frozenset(
+    "getitem transpose permute view reshape unsqueeze squeeze narrow select contiguous detach to "
+    "float flatten unflatten chunk unbind split".split()
+)
+_IN_PLACE = frozenset(
+    {"index_copy_", "index_put_", "copy_", "setitem", "scatter_", "slice_scatter_"}
+)
+_FUNCTIONAL = frozenset({"index_copy", "index_put", "slice_scatter", "select_scatter", "scatter"})
+
+
+class NoCache(Exception):
+    """Raised while tracing, with the reason that keeps a site from being rewritten."""
+
+
+class Elsewhere(NoCache):
+    """A write to the same graph input that lands in another part of it, such as another layer of one big tensor."""
+
+
+def find_cache(
+    graph: fx.Graph, found: Iterable[Attention | Reject]
+) -> list[AttentionSite | Reject]:
+    """Pair every attention with its cache; rejects pass through."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sites: list[AttentionSite | Reject] = []
+    for item in found:
+        if isinstance(item, Reject):
+            sites.append(item)
+            continue
+        try:
+            keys = _trace(item.k, item, order, "keys")
+            values = _trace(item.v, item, order, "values")
+            _must_agree(keys, values)
+            sites.append(AttentionSite(item, keys, values))
+        except NoCache as reason:
+            sites.append(Reject(item.where, str(reason), item.anchor.name))
+    return sites
+
+
+def _must_agree(keys: CacheUpdate, values: CacheUpdate) -> None:
+    if keys.kind != values.kind:
+        raise NoCache(f"the keys are in a {keys.kind} cache and the values in a {values.kind} one")
+    if keys.position is not values.position and keys.position != values.position:
+        raise NoCache("keys and values are written at different positions")
+
+
+def base_of(node: object) -> fx.Node | None:
+    """The node whose memory (or, over a copying cast, whose content) a chain of views reads."""
+    while isinstance(node, fx.Node):
+        gathers = op(node) == "getitem" and any(tensor(i) is not None for i in _flat(node.args[1]))
+        if (op(node) in _VIEWS and not gathers) or op(node) in _IN_PLACE:
+            node = node.args[0]
+        else:
+            return node
+    return None
+
+
+def _flat(index: object) -> tuple[object, ...]:
+    return tuple(index) if isinstance(index, (tuple, list)) else (index,)
+
+
+def _trace(
+    node: fx.Node, attention: Attention, order: dict[fx.Node, int], what: str
+) -> CacheUpdate:
+    read = tensor(node)
+    assert read is not None
+    chain_dtype = read.dtype
+    base = base_of(node)
+    if base is None:
+        raise NoCache(f"the {what} are not a tensor of this graph")
+    held = tensor(base)
+    if held is None or held.dtype != chain_dtype or held.device != read.device:
+        raise NoCache(f"the {what} are converted between the cache and attention")
+    if base.op == "placeholder":
+        return _static(base, node, read, attention, order, what)
+    if op(base) == "cat":
+        return _dynamic(base, node, read, what)
+    if op(base) in _FUNCTIONAL:
+        return _functional(base, node, read, what)
+    raise NoCache(
+        f"the {what} are computed in this graph by `{op(base)}`: there is no KV cache behind them"
+    )
+
+
+def _static(
+    base: fx.Node,
+    node: fx.Node,
+    read: torch.Tensor,
+    attention: Attention,
+    order: dict[fx.Node, int],
+    what: str,
+) -> CacheUpdate:
+    writes = [n for n in order if op(n) in _IN_PLACE and base_of(n.args[0]) is base]
+    if not writes:
+        raise NoCache(
+            f"the {what} are an input that this graph does not write: no KV cache is updated here"
+        )
+    mine: list[CacheUpdate] = []
+    for write in writes:
+        try:
+            mine.append(_in_place(base, write, read, what))
+        except Elsewhere:
+            continue
+    if not mine:
+        raise NoCache(f"no write to the cache of the {what} lands where attention reads")
+    if len(mine) > 1:
+        raise NoCache(f"the {what} are written {len(mine)} times in one step")
+    if order[mine[0].write] > order[attention.anchor]:
+        raise NoCache(f"the {what} are written after attention has read them")
+    return mine[0]
+
+
+def _in_place(base: fx.Node, write: fx.Node, read: torch.Tensor, what: str) -> CacheUpdate:
+    copied = argument(write, 1, "src")
+    if op(write) == "copy_" and isinstance(copied, fx.Node) and op(copied) in _FUNCTIONAL:
+        position, new = _position(copied, read, what)
+        return CacheUpdate("static", base, write, new, position, op(copied) + " + copy_")
+    position, new = _position(write, read, what)
+    return CacheUpdate("static", base, write, new, position, op(write))
+
+
+def _functional(base: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> CacheUpdate:
+    source = base_of(base.args[0])
+    if source is None or source.op != "placeholder" or base.args[0] is not source:
+        raise NoCache(f"the {what} are a functional update of something that is no graph input")
+    position, new = _position(base, read, what)
+    if any(op(user) == "copy_" and user.args[0] is source for user in base.users):
+        return CacheUpdate("static", source, base, new, position, op(base) + " + copy_")
+    output = next(iter(reversed(base.graph.nodes)))
+    if base not in output.all_input_nodes:
+        raise NoCache(
+            f"the updated {what} are neither copied back nor returned: no cache lives on after this step"
+        )
+    return CacheUpdate("functional", source, base, new, position, op(base))
+
+
+def _dynamic(cat: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> CacheUpdate:
+    parts = argument(cat, 0, "tensors")
+    dim = argument(cat, 1, "dim", 0)
+    joined = tensor(cat)
+    if (
+        not isinstance(parts, (tuple, list))
+        or len(parts) != 2
+        or joined is None
+        or not isinstance(dim, int)
+    ):
+        raise NoCache(f"the {what} are concatenated from other than two tensors")
+    old, new = parts
+    if not isinstance(old, fx.Node) or old.op != "placeholder" or not isinstance(new, fx.Node):
+        raise NoCache(f"the {what} are concatenated to something that is no graph input")
+    if node is not cat:
+        raise NoCache(f"the concatenated {what} are viewed before attention reads them")
+    if dim % joined.ndim != 2:
+        raise NoCache(f"the {what} are concatenated along dimension {dim}, not along the tokens")
+    added = tensor(new)
+    if added is None or not same(added.shape[2], 1):
+        raise NoCache(f"more than one token is appended to the {what}")
+    output = next(iter(reversed(cat.graph.nodes)))
+    if cat not in output.all_input_nodes:
+        raise NoCache(
+            f"the concatenated {what} are not returned: no cache lives on after this step"
+        )
+    if any(user not in (cat, output) and op(user) in _IN_PLACE for user in old.users):
+        raise NoCache(f"the {what} are written in place and concatenated")
+    return CacheUpdate("dynamic", old, cat, new, None, "cat")
+
+
+def _position(write: fx.Node, read: torch.Tensor, what: str) -> tuple[fx.Node | int, fx.Node]:
+    """Where a write lands along the tokens of ``read``, and the node of the new token."""
+    name = op(write)
+    target = tensor(write.args[0])
+    if target is None:
+        raise NoCache(f"the cache of the {what} is not a tensor")
+    if name in ("index_copy_", "index_copy"):
+        dim, index, new = (
+            argument(write, i, n) for i, n in ((1, "dim"), (2, "index"), (3, "source"))
+        )
+        items: tuple[object, ...] = _at(target, dim, index)
+    elif name in ("setitem", "index_put_", "index_put"):
+        if argument(write, 3, "accumulate", False):
+            raise NoCache(f"the {what} are added into the cache")
+        index, new = argument(write, 1, "indices"), argument(write, 2, "values")
+        items = (
+            tuple(slice(None) if i is None else i for i in index)
+            if isinstance(index, (tuple, list))
+            else (index,)
+        )
+    elif name == "slice_scatter":
+        dim, start, end = (
+            argument(write, i, n, d)
+            for i, n, d in ((2, "dim", 0), (3, "start", 0), (4, "end", None))
+        )
+        items, new = _at(target, dim, slice(start, end)), argument(write, 1, "src")
+    elif name == "select_scatter":
+        items, new = (
+            _at(target, argument(write, 2, "dim"), argument(write, 3, "index")),
+            argument(write, 1, "src"),
+        )
+    elif name == "copy_":
+        target, items = _copied_slice(write, what)
+        new = argument(write, 1, "src")
+    else:
+        raise NoCache(f"the cache of the {what} is written by `{name}`, which is not recognised")
+    if not isinstance(new, fx.Node):
+        raise NoCache(f"what is written to the {what} is not a tensor")
+    return _slot(_token_index(items, target, read, what), what), new
+
+
+def _at(target: torch.Tensor, dim: object, item: object) -> tuple[object, ...]:
+    """Index tuple that picks ``item`` along ``dim`` and takes all of the rest."""
+    if not isinstance(dim, int):
+        raise NoCache("the dimension of the cache that is written is not known at compile time")
+    return tuple(item if d == dim % target.ndim else slice(None) for d in range(target.ndim))
+
+
+def _copied_slice(write: fx.Node, what: str) -> tuple[torch.Tensor, tuple[object, ...]]:
+    """``cache[:, :, p : p + 1].copy_(k)``, ``cache.narrow(2, p, 1).copy_(k)``, ``cache.select(2, p).copy_(k)``."""
+    view = write.args[0]
+    source = (
+        tensor(view.args[0]) if isinstance(view, fx.Node) and view.op != "placeholder" else None
+    )
+    if source is None or not isinstance(view, fx.Node):
+        raise NoCache(f"the whole cache of the {what} is overwritten")
+    if op(view) == "getitem":
+        index = view.args[1]
+        return source, index if isinstance(index, tuple) else (index,)
+    if op(view) == "select":
+        return source, _at(source, argument(view, 1, "dim"), argument(view, 2, "index"))
+    if op(view) == "narrow":
+        if argument(view, 3, "length") != 1:
+            raise NoCache(f"more than one token of the {what} is written")
+        return source, _at(source, argument(view, 1, "dim"), argument(view, 2, "start"))
+    raise NoCache(
+        f"the cache of the {what} is written through `{op(view)}`, which is not recognised"
+    )
+
+
+def _token_index(
+    items: tuple[object, ...], target: torch.Tensor, read: torch.Tensor, what: str
+) -> object:
+    """What an index tuple picks along the tokens of ``read``.
+
+    Other dimensions must be taken whole, except that integers may pick a layer or a half of a larger tensor and a
+    leading slice the rows of a smaller batch.
+    """
+    if any(item is Ellipsis for item in items):
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items = items[:at] + (slice(None),) * (target.ndim - len(items) + 1) + items[at + 1 :]
+    offset = target.storage_offset()
+    picked: list[object] = []
+    for dim, item in enumerate(items):
+        if item is None or (isinstance(item, slice) and _is_whole(item, target.shape[dim])):
+            continue
+        if same(target.stride(dim), read.stride(2)) and not same(target.shape[dim], 1):
+            picked.append(item)
+        elif isinstance(item, int) and not isinstance(item, bool):
+            offset = offset + item * target.stride(dim)
+        elif not (
+            dim == 0
+            and isinstance(item, slice)
+            and item.start in (None, 0)
+            and item.step in (None, 1)
+        ):
+            raise NoCache(
+                f"the {what} are written along another dimension than the tokens that attention reads"
+            )
+    if not same(offset, read.storage_offset()):
+        raise Elsewhere(f"the write to the {what} lands elsewhere")
+    if len(picked) != 1:
+        raise NoCache(
+            f"the {what} are indexed in {len(picked)} dimensions that could be the tokens"
+        )
+    return picked[0]
+
+
+def _is_whole(item: slice, size: object) -> bool:
+    return (
+        item.start in (None, 0)
+        and (item.stop is None or same(item.stop, size))
+        and item.step in (None, 1)
+    )
+
+
+def _slot(at: object, what: str) -> fx.Node | int:
+    """One position: a non-negative int, a SymInt, a tensor of one element, or a slice of length one."""
+    if isinstance(at, slice):
+        first, last = value(0 if at.start is None else at.start), value(at.stop)
+        integers = isinstance(first, (int, torch.SymInt)) and isinstance(last, (int, torch.SymInt))
+        if not integers or not same(last - first, 1) or at.step not in (None, 1):  # type: ignore[operator]
+            raise NoCache(
+                f"more than one token of the {what} is written, or their number is not known"
+            )
+        at = 0 if at.start is None else at.start
+    if isinstance(at, int) and not isinstance(at, bool) and at >= 0:
+        return at
+    held = value(at)
+    if (
+        isinstance(at, fx.Node)
+        and isinstance(held, (torch.SymInt, int))
+        and not isinstance(held, bool)
+    ):
+        return at
+    if not isinstance(at, fx.Node) or not isinstance(held, torch.Tensor):
+        raise NoCache(
+            f"the position at which the {what} are written is not a tensor or a non-negative integer"
+        )
+    if held.dtype not in (torch.int64, torch.int32) or not same(held.numel(), 1):
+        raise NoCache(
+            f"{held.numel()} positions of the {what} are written at once, by a {held.dtype} index"
+        )
+    return at

@@ -1,0 +1,160 @@
+"""Small readings of Dynamo graphs that several passes share: names of operations, arguments, shapes, places."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from hsa_compile import compat
+from hsa_compile.site import Where
+
+CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type"})
+"""Methods that change a dtype (``to`` also a device)."""
+
+_ALIASES = {
+    "iadd": "add",
+    "__add__": "add",
+    "__radd__": "add",
+    "add_": "add",
+    "imul": "mul",
+    "__mul__": "mul",
+    "__rmul__": "mul",
+    "mul_": "mul",
+    "multiply": "mul",
+    "truediv": "div",
+    "itruediv": "div",
+    "true_divide": "div",
+    "div_": "div",
+    "divide": "div",
+    "__matmul__": "matmul",
+    "bmm": "matmul",
+    "masked_fill_": "masked_fill",
+    "softmax_": "softmax",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "concat": "cat",
+    "concatenate": "cat",
+    "_softmax": "softmax",
+}
+
+
+def raw_name(node: fx.Node) -> str:
+    """The name of a call's target as the model spelled it (``add_`` and ``iadd`` stay apart from ``add``)."""
+    if node.op == "call_method" or isinstance(node.target, str):
+        return str(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._opname
+    return getattr(node.target, "__name__", "")
+
+
+def op(node: object) -> str:
+    """Canonical name of what a node computes (``add`` for every spelling of addition); ``""`` for what is no call."""
+    if not isinstance(node, fx.Node):
+        return ""
+    if node.op not in ("call_method", "call_function"):
+        return node.op
+    name = raw_name(node)
+    return _ALIASES.get(name, name)
+
+
+def argument(node: fx.Node, index: int, name: str, default: object = None) -> object:
+    """Positional argument ``index`` of a call, or keyword ``name``, or ``default``."""
+    if index < len(node.args):
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def value(node: object) -> object:
+    """What the node held while it was traced: a fake tensor, a SymInt, ...; other objects are returned as they are."""
+    if isinstance(node, fx.Node):
+        return node.meta.get("example_value", node.meta.get("val"))
+    return node
+
+
+def tensor(node: object) -> torch.Tensor | None:
+    """The node's fake tensor, or None where it holds no tensor."""
+    held = value(node)
+    return held if isinstance(held, torch.Tensor) else None
+
+
+def number(node: object) -> float | None:
+    """A Python number known at compile time (not a SymInt), or None.
+
+    ``torch.full((), c)`` and ``torch.tensor(c)`` made in the graph count: masks use them as fill values.
+    """
+    if isinstance(node, bool):
+        return None
+    if isinstance(node, (int, float)):
+        return float(node)
+    if op(node) == "full" and isinstance(node, fx.Node):
+        return number(argument(node, 1, "fill_value"))
+    if (
+        op(node) in ("tensor", "to")
+        and isinstance(node, fx.Node)
+        and op(node.args[0]) in ("", "full")
+    ):
+        return number(node.args[0])
+    return None
+
+
+def is_static(size: object) -> bool:
+    return isinstance(size, int)
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two sizes are equal for every input that the graph's guards admit; adds no guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return compat.statically_known_true(a == b)
+
+
+def users_through(node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    """The consumers of a value, looking through every node for which ``passes`` holds."""
+    for user in node.users:
+        if passes(user):
+            yield from users_through(user, passes)
+        else:
+            yield user
+
+
+def where(node: fx.Node, index: int) -> Where:
+    """Module path, class and source line of a node; ``index`` is used where the path names no layer number."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path, module_class, file = "", "", None
+    for qualified, kind in stack.values():
+        path = module_path(qualified)
+        module_class = (kind if isinstance(kind, str) else kind.__name__).rsplit(".", 1)[-1]
+        file = None if isinstance(kind, str) else _defining_file(kind)
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", path)
+    layer = int(numbers[0]) if len(numbers) == 1 else index
+    return Where(layer, path, module_class, source_line(node, file))
+
+
+def module_path(qualified: str) -> str:
+    """``L['self']._modules['model'].layers[0].attn`` -> ``model.layers.0.attn``: the path a user would write."""
+    path = re.sub(r"^L\['(?:args|kwargs)'\]\[[^\]]+\]|^L\['[^']+'\]", "", qualified)
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"\['?([^'\]]+)'?\]", r".\1", path)
+    return path.replace("._orig_mod", "").strip(".")
+
+
+def source_line(node: fx.Node, file: str | None = None) -> str:
+    """``file:line`` of the code that made the node: its innermost frame in ``file``, else outside torch."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = (
+        [frame for frame in frames if frame[0] == file]
+        or [f for f in frames if "/torch/" not in f[0]]
+        or frames
+    )
+    return ":".join(own[-1]) if own else ""
+
+
+def _defining_file(kind: type) -> str | None:
+    try:
+        return inspect.getsourcefile(kind)
+    except TypeError:
+        return None

@@ -1,0 +1,82 @@
+"""Decide what becomes of each site: the policy of its layer, and what the kernels can take.
+
+before: sites and rejects
+after:  a ``LayerPlan`` (sparse, or dense by choice) or a ``Reject`` for each, in the same order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hsa_compile.lowering.limits import kernel_limits
+from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
+from hsa_compile.policy import LayerName, LayerPolicy, Policy
+from hsa_compile.site import AttentionSite, LayerPlan, Reject
+
+from .graph_tools import tensor
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def plan(sites: Sequence[AttentionSite | Reject], policy: Policy) -> list[LayerPlan | Reject]:
+    """Resolve the policy for the layers present and plan each site.
+
+    Raises:
+        PolicyError: a key of the policy matches none of the layers.
+    """
+    policies = policy.resolve([LayerName(site.where.index, site.where.path) for site in sites])
+    return [
+        site if isinstance(site, Reject) else _plan_site(site, layer)
+        for site, layer in zip(sites, policies, strict=True)
+    ]
+
+
+def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
+    attention = site.attention
+    q, k, v = tensor(attention.q), tensor(attention.k), tensor(attention.v)
+    assert q is not None and k is not None and v is not None
+    if policy.algorithm == "dense":
+        return LayerPlan(site, policy, "dense", "dense by policy")
+    tokens = k.shape[2]
+    # A growing cache is rewritten from its first step, whatever its length: the trace that follows is symbolic.
+    fixed = site.keys.kind != "dynamic" and isinstance(tokens, int)
+    if fixed and policy.pages(tokens) * policy.page_size >= tokens:
+        return LayerPlan(
+            site, policy, "dense", f"the cache holds {tokens} tokens, within the budget"
+        )
+    reason = _cannot(q, k, v, policy)
+    if reason is not None:
+        return Reject(site.where, reason, attention.anchor.name)
+    fraction = round(policy.budget * FRACTION_UNIT) if isinstance(policy.budget, float) else 0
+    forced = forced_pages(policy.sink, policy.recent, policy.page_size)
+    if isinstance(tokens, int):
+        budget = policy.pages(tokens)
+        slots = min(max(budget, forced), -(-tokens // policy.page_size))
+    elif fraction:
+        budget = slots = 0  # both follow the length; the rewrite computes them in the graph
+    else:
+        budget = policy.pages(0)
+        slots = max(budget, forced)
+    return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
+
+
+def _cannot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: LayerPolicy) -> str | None:
+    if not q.dtype == k.dtype == v.dtype:
+        return f"query, keys and values are of different dtypes ({q.dtype}, {k.dtype}, {v.dtype})"
+    if q.dtype not in _DTYPES:
+        return f"dtype {q.dtype} is not supported: one of {', '.join(str(d) for d in _DTYPES)}"
+    if not q.device == k.device == v.device:
+        return (
+            f"query, keys and values are on different devices ({q.device}, {k.device}, {v.device})"
+        )
+    if q.device.type not in ("cpu", "cuda"):
+        return f"device {q.device.type} is not supported: cpu or cuda"
+    if k.stride(3) != 1 or v.stride(3) != 1:
+        return "the last dimension of the cache is not contiguous"
+    if q.device.type == "cuda":
+        return kernel_limits(
+            q.dtype, q.shape[3], v.shape[3], q.shape[1] // k.shape[1], policy.page_size
+        )
+    return None

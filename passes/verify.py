@@ -1,0 +1,40 @@
+"""Check the rewritten graph before it is compiled.
+
+    before: the rewritten graph
+    after:  the same graph, or a ``RewriteError``
+
+The graph must be well formed, every rewritten attention must give the shape, dtype and device of the one it replaces,
+and nothing may be left that reads a growing cache by its old name.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from hsa_compile.errors import RewriteError
+
+from .graph_tools import same, tensor
+from .rewrite import Rewritten
+
+
+def verify(gm: fx.GraphModule, rewritten: Rewritten) -> None:
+    """Raises ``RewriteError`` naming the site, or torch's own error for a malformed graph."""
+    gm.graph.lint()
+    for site in rewritten.sites:
+        attention = site.plan.site.attention
+        was, now = tensor(attention.out), tensor(site.result)
+        where = f"attention at {attention.where.path or attention.out.name}"
+        if was is None or now is None:
+            raise RewriteError(f"{where}: the rewritten graph holds no tensor there")
+        shapes = was.ndim == now.ndim and all(map(same, was.shape, now.shape))
+        if not shapes or was.dtype != now.dtype or was.device != now.device:
+            raise RewriteError(
+                f"{where}: {now.dtype} {tuple(now.shape)} on {now.device} after the rewrite, "
+                f"{was.dtype} {tuple(was.shape)} on {was.device} before it"
+            )
+    kept = rewritten.outputs - sum(len(places) for _, places in rewritten.growing)
+    output = next(iter(reversed(gm.graph.nodes)))
+    if len(output.args[0]) != kept:
+        raise RewriteError(
+            f"the rewritten graph returns {len(output.args[0])} values, {kept} were expected"
+        )

@@ -1,0 +1,204 @@
+"""Summaries follow the cache that they describe, however it is touched between steps."""
+
+import copy
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import hsa_compile
+
+from .helpers import POLICY, SIZE, Decoder, new_cache, prefill, reference_step
+
+
+@pytest.fixture
+def model() -> Decoder:
+    torch._dynamo.reset()
+    return Decoder()
+
+
+def compiled(model: Decoder, **policy: object) -> Callable[..., Tensor]:
+    return torch.compile(
+        model,
+        backend="hsa",
+        options={"run": "eager", "policy": {**POLICY, **policy}, "strict": True},
+    )
+
+
+class Pair:
+    """A cache stepped by the compiled model, and its twin stepped by the reference."""
+
+    def __init__(
+        self, model: Decoder, step: Callable[..., Tensor], length: int = 90, batch: int = 2
+    ) -> None:
+        self.model, self.step, self.position, self.batch = model, step, length, batch
+        self.cache, self.twin = new_cache(batch), new_cache(batch)
+        self.both(lambda k, v: None)
+        self.write(torch.randn(batch, length, SIZE), 0)
+
+    def both(self, change: Callable[[Tensor, Tensor], object]) -> None:
+        for cache in (self.cache, self.twin):
+            change(*cache)
+
+    def write(self, x: Tensor, start: int) -> None:
+        self.both(lambda k, v: prefill(self.model, k, v, x, start))
+
+    def check(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            x = torch.randn(self.batch, 1, SIZE)
+            got = self.step(x, *self.cache, torch.tensor([self.position]))
+            want = reference_step(self.model, x, *self.twin, self.position)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            self.position += 1
+
+
+@pytest.fixture(params=["no_grad", "inference_mode"])
+def grad_mode(request: pytest.FixtureRequest):
+    with getattr(torch, request.param)():
+        yield request.param
+
+
+def test_growth_token_by_token(model: Decoder, grad_mode: str) -> None:
+    Pair(model, compiled(model)).check(30)
+
+
+def test_sparse_differs_from_dense(model: Decoder) -> None:
+    """The budget is below the length: the tests of this file would otherwise prove nothing."""
+    with torch.no_grad():
+        pair = Pair(model, compiled(model))
+        x, at = torch.randn(2, 1, SIZE), torch.tensor([90])
+        dense = model(x, *(t.clone() for t in pair.cache), at)
+        assert (pair.step(x, *pair.cache, at) - dense).abs().max() > 1e-3
+
+
+def test_eager_chunk_between_steps(model: Decoder, grad_mode: str) -> None:
+    pair = Pair(model, compiled(model), length=60)
+    pair.check(3)
+    pair.write(torch.randn(2, 20, SIZE), pair.position)
+    pair.position += 20
+    pair.check(5)
+
+
+def test_crop_and_continue(model: Decoder, grad_mode: str) -> None:
+    """Only the length changes, as with ``StaticCache.crop``: no write tells about it."""
+    pair = Pair(model, compiled(model))
+    pair.check(5)
+    pair.position -= 20
+    pair.check(30)
+
+
+def test_crop_by_one_and_rewrite(model: Decoder, grad_mode: str) -> None:
+    pair = Pair(model, compiled(model))
+    for _ in range(6):
+        pair.check(2)
+        pair.position -= 1
+
+
+def test_rejected_draft_tokens(model: Decoder, grad_mode: str) -> None:
+    """Five tokens written eagerly, three rolled back, others written over them."""
+    pair = Pair(model, compiled(model))
+    pair.check(2)
+    pair.write(torch.randn(2, 5, SIZE), pair.position)
+    pair.position += 2
+    pair.check(6)
+
+
+def test_outside_write_at_the_same_length(model: Decoder) -> None:
+    """Beam reorder, zeroing, editing: the version counter tells."""
+    with torch.no_grad():
+        pair = Pair(model, compiled(model))
+        pair.check(2)
+        order = torch.tensor([1, 0])
+        pair.both(lambda k, v: (k.copy_(k[order]), v.copy_(v[order])))
+        pair.check(2)
+        pair.both(lambda k, v: k[:, :, 20:50].neg_())
+        pair.check(2)
+
+
+def test_reset_and_second_prompt(model: Decoder, grad_mode: str) -> None:
+    pair = Pair(model, compiled(model))
+    pair.check(3)
+    pair.both(lambda k, v: (k.zero_(), v.zero_()))
+    pair.write(torch.randn(2, 70, SIZE), 0)
+    pair.position = 70
+    pair.check(3)
+
+
+def test_storage_swapped_under_the_tensor(model: Decoder) -> None:
+    with torch.no_grad():
+        pair = Pair(model, compiled(model))
+        pair.check(2)
+        fresh = torch.randn_like(pair.cache[0])
+        pair.cache[0].data = fresh
+        pair.twin[0].data = fresh.clone()
+        pair.check(2)
+
+
+def test_two_caches_interleaved(model: Decoder, grad_mode: str) -> None:
+    step = compiled(model)
+    pairs = [Pair(model, step, length) for length in (70, 90, 80)]
+    for turn in range(8):
+        pairs[turn % 3].check()
+        pairs[0].check()
+
+
+def test_two_policies_on_one_cache(model: Decoder) -> None:
+    """Two compiled models share a cache; each must see what the other has written."""
+    with torch.no_grad():
+        first = compiled(model)
+        torch._dynamo.reset()
+        other = compiled(model, algorithm="mean")
+        pair = Pair(model, first)
+        for _ in range(4):
+            pair.check()
+            x, at = torch.randn(2, 1, SIZE), torch.tensor([pair.position])
+            other(x, *pair.cache, at)
+            pair.both(lambda k, v: None)
+            reference_step(model, x, *pair.twin, pair.position)
+            pair.position += 1
+
+
+def test_deepcopied_prefix(model: Decoder) -> None:
+    with torch.no_grad():
+        step = compiled(model)
+        first = Pair(model, step)
+        first.check(2)
+        second = copy.copy(first)
+        second.cache, second.twin = copy.deepcopy(first.cache), copy.deepcopy(first.twin)
+        for _ in range(4):
+            first.check()
+            second.check()
+
+
+def test_freed_with_the_cache(model: Decoder) -> None:
+    with torch.no_grad():
+        gc.collect()
+        before = hsa_compile.summary_bytes()
+        pair = Pair(model, compiled(model))
+        pair.check(2)
+        held = hsa_compile.summary_bytes() - before
+        # 2 rows x 2 KV heads x 8 pages, 2 x 16 fp32 of summary and two words of coverage
+        assert held == 2 * 2 * 8 * (2 * 16 * 4 + 2 * 8)
+        pair.cache = pair.twin
+        gc.collect()
+        assert hsa_compile.summary_bytes() == before
+
+
+def test_no_copy_of_the_cache(model: Decoder) -> None:
+    with torch.no_grad():
+        pair = Pair(model, compiled(model))
+        addresses = [t.data_ptr() for t in pair.cache]
+        pair.check(3)
+        assert [t.data_ptr() for t in pair.cache] == addresses
+
+
+def test_overrun_is_an_error_and_writes_nothing(model: Decoder) -> None:
+    with torch.no_grad():
+        pair = Pair(model, compiled(model), length=128)
+        before = [t.clone() for t in pair.cache]
+        with pytest.raises(hsa_compile.CacheError, match=r"token 128 .* 128 tokens.*>= 129"):
+            pair.step(torch.randn(2, 1, SIZE), *pair.cache, torch.tensor([128]))
+        for held, was in zip(pair.cache, before, strict=True):
+            torch.testing.assert_close(held, was, rtol=0, atol=0)
