@@ -107,8 +107,7 @@ def _run(
 
         lowering.register()
     identity = code_identity(options.policy.canonical())
-    table = ops.decompositions("cuda" if "cuda" in devices else "cpu")
-    return compat.compile_with_inductor(gm, inputs, options.inductor, table, identity)
+    return compat.compile_with_inductor(gm, inputs, options.inductor, ops.DECOMPOSITIONS, identity)
 
 
 def decline_autograd(

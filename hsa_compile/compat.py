@@ -127,6 +127,15 @@ def hint(size: Any) -> int:
     return int(held) if held is not None else 8192
 
 
+def _register_decompositions(table: Mapping[Any, Callable[..., Any]]) -> None:
+    """Add to Inductor's own table: one given to ``compile_fx`` would become part of, and spoil, its cache key."""
+    from torch._inductor import decomposition
+
+    if any(operator not in decomposition.decompositions for operator in table):
+        decomposition.decompositions.update(table)
+        decomposition.fast_random_decomps.cache_clear()
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
@@ -136,12 +145,11 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """``compile_fx`` with decompositions of ours; ``identity`` becomes part of every compile-cache key."""
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import select_decomp_table
 
+    _register_decompositions(decompositions)
     merged = dict(patches)
     merged[_PASS_SLOT] = _cache_key_pass(identity, merged.get(_PASS_SLOT))
-    table = {**select_decomp_table(), **decompositions}
-    return compile_fx(gm, list(inputs), config_patches=merged, decompositions=table)  # type: ignore[return-value]
+    return compile_fx(gm, list(inputs), config_patches=merged)  # type: ignore[return-value]
 
 
 _PASS_SLOT = "post_grad_custom_pre_pass"

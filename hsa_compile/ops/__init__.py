@@ -5,9 +5,11 @@ mode on every device and that Inductor compiles on a CPU. On CUDA, Inductor lowe
 ``hsa_compile.templates`` (see ``hsa_compile.lowering``).
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from . import aten, checked_position, page_mask, select, sparse_attention, summarize
 from ._library import implement
@@ -19,12 +21,19 @@ implement("select", aten.select, select.fake)
 implement("sparse_attention", aten.sparse_attention, sparse_attention.fake)
 
 
-def decompositions(device_type: str) -> dict[torch._ops.OpOverload, Callable[..., object]]:
-    """Ops that Inductor is to see as ATen on this kind of device (``"cpu"``, ``"cuda"``)."""
-    table: dict[torch._ops.OpOverload, Callable[..., object]] = {
-        torch.ops.hsa.page_mask.default: page_mask.page_mask
-    }
-    if device_type == "cpu":
-        table[torch.ops.hsa.select.default] = aten.select
-        table[torch.ops.hsa.sparse_attention.default] = aten.sparse_attention
-    return table
+def _on_cpu(function: Callable[..., object]) -> Callable[..., object]:
+    """A decomposition for CPU tensors; on other devices the op stays whole, for a lowering."""
+
+    @functools.wraps(function)
+    def decomposed(q: Tensor, *args: object) -> object:
+        return function(q, *args) if q.device.type == "cpu" else NotImplemented
+
+    return decomposed
+
+
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {
+    torch.ops.hsa.page_mask.default: page_mask.page_mask,
+    torch.ops.hsa.select.default: _on_cpu(aten.select),
+    torch.ops.hsa.sparse_attention.default: _on_cpu(aten.sparse_attention),
+}
+"""Ops that Inductor is to see as ATen: the mask everywhere, the others on a CPU."""
