@@ -21,7 +21,7 @@ from hsa_compile.explain import Explanation, report
 from hsa_compile.identity import code_identity
 from hsa_compile.options import Options, parse_options
 from hsa_compile.passes.capture import capture
-from hsa_compile.passes.find_attention import find_attention
+from hsa_compile.passes.find_attention import drop_unused_views, find_attention
 from hsa_compile.passes.find_cache import find_cache
 from hsa_compile.passes.plan import plan
 from hsa_compile.passes.rewrite import Rewritten, rewrite
@@ -75,10 +75,13 @@ def lower_graph(gm: fx.GraphModule, example_inputs: Sequence[object], options: O
             "strict: attention sites were left as they were\n" + explanation.rejections()
         )
     sparse = [item for item in plans if isinstance(item, LayerPlan) and item.decision == "sparse"]
-    if not sparse:
-        return Lowered(graph_module, Rewritten(), explanation)
-    rewritten = rewrite(graph_module, sparse, compat.trace_mode(gm.graph))
-    verify(graph_module, rewritten)
+    rewritten = (
+        rewrite(graph_module, sparse, compat.trace_mode(gm.graph)) if sparse else Rewritten()
+    )
+    drop_unused_views(graph_module.graph)
+    graph_module.recompile()
+    if sparse:
+        verify(graph_module, rewritten)
     return Lowered(graph_module, rewritten, explanation)
 
 

@@ -375,3 +375,10 @@ def is_constant(size: Any) -> bool:
     import sympy
 
     return isinstance(size, (int, sympy.Integer))
+
+
+def can_launch_early(device: torch.device) -> bool:
+    """Whether kernels for this device can use programmatic dependent launch (NVIDIA, from Hopper on)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)

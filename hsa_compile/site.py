@@ -51,11 +51,14 @@ class Attention:
 
     ``out = softmax(scale * q k^T + mask) v``, with q ``[B, Hq, L, D]``, k ``[B, Hkv, S, D]`` and v
     ``[B, Hkv, S, Dv]``; repetition of KV heads has been looked through, query head h reads KV head h // (Hq // Hkv).
+    ``anchor`` is the SDPA or softmax node, ``scores`` the node that reads the keys, ``out`` the one that reads the
+    values and is replaced.
     """
 
     where: Where
     out: fx.Node
     anchor: fx.Node
+    scores: fx.Node
     q: fx.Node
     k: fx.Node
     v: fx.Node

@@ -27,6 +27,10 @@ _UNKNOWN = {
 }
 
 
+MADE = "hsa_made"
+"""Marks, in a node's meta, a view that this pass added."""
+
+
 class Mismatch(Exception):
     """Raised while matching, with the reason and the node that did not fit."""
 
@@ -53,6 +57,13 @@ def find_attention(graph: fx.Graph) -> list[Attention | Reject]:
     return found
 
 
+def drop_unused_views(graph: fx.Graph) -> None:
+    """Erase the views that this pass added for sites that were not rewritten after all."""
+    for node in reversed(list(graph.nodes)):
+        if node.meta.get(MADE) and not node.users:
+            graph.erase_node(node)
+
+
 def _from_sdpa(node: fx.Node, place: Where) -> Attention:
     q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
     mask = argument(node, 3, "attn_mask")
@@ -74,7 +85,7 @@ def _from_sdpa(node: fx.Node, place: Where) -> Attention:
         raise Mismatch("is_causal is not known at compile time", node)
     if causal:
         terms += (MaskTerm("causal"),)
-    return _attention(place, node, node, q, k, v, factor, terms)
+    return _attention(place, node, node, node, q, k, v, factor, terms)
 
 
 def _from_softmax(softmax: fx.Node, place: Where) -> Attention:
@@ -96,6 +107,7 @@ def _from_softmax(softmax: fx.Node, place: Where) -> Attention:
         place,
         value_product,
         softmax,
+        product,
         product.args[0],
         k,
         value_product.args[1],
@@ -196,6 +208,7 @@ def _attention(
     place: Where,
     out: fx.Node,
     anchor: fx.Node,
+    scores: fx.Node,
     q: object,
     k: object,
     v: object,
@@ -223,7 +236,7 @@ def _attention(
         raise Mismatch(
             f"{query.shape[1]} query heads are no multiple of {keys.shape[1]} KV heads", anchor
         )
-    return Attention(place, out, anchor, q, key, value, scale, masks)  # type: ignore[arg-type]
+    return Attention(place, out, anchor, scores, q, key, value, scale, masks)  # type: ignore[arg-type]
 
 
 def _four_dimensional(node: object, anchor: fx.Node) -> torch.Tensor:
@@ -289,6 +302,8 @@ def _transposed(node: object, product: fx.Node) -> tuple[object, float]:
             return _constant_factor(node.args[0], factor)
         elif name == "permute" and _dims(node) == (0, 1, 3, 2):
             return _constant_factor(node.args[0], factor)
+        elif name == "permute" and len(_dims(node)) == 4:
+            return _permuted_back(node), factor
         elif name == "getattr" and node.args[1] in ("mT",):
             return _constant_factor(node.args[0], factor)
         else:
@@ -297,6 +312,20 @@ def _transposed(node: object, product: fx.Node) -> tuple[object, float]:
         "the right operand of the query-key product is not a transposed [B, H, S, D] tensor",
         product,
     )
+
+
+def _permuted_back(node: fx.Node) -> fx.Node:
+    """The same permutation with its last two dimensions exchanged; unused, and erased, where the site is left."""
+    b, h, d, t = _dims(node)
+    held = tensor(node)
+    with node.graph.inserting_after(node):
+        keys = node.graph.call_method("permute", (node.args[0], b, h, t, d))
+    keys.meta = {
+        **node.meta,
+        "example_value": None if held is None else held.transpose(2, 3),
+        MADE: True,
+    }
+    return keys
 
 
 def _constant_factor(node: object, factor: float) -> tuple[object, float]:

@@ -129,7 +129,8 @@ def _static(
         raise NoCache(f"no write to the cache of the {what} lands where attention reads")
     if len(mine) > 1:
         raise NoCache(f"the {what} are written {len(mine)} times in one step")
-    if order[mine[0].write] > order[attention.anchor]:
+    reader = attention.scores if what == "keys" else attention.out
+    if order[mine[0].write] > order[reader]:
         raise NoCache(f"the {what} are written after attention has read them")
     return mine[0]
 

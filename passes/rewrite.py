@@ -134,10 +134,12 @@ class _Rewriter:
             return
         key = ("checked", position)
         if key not in self.made:
-            with self.graph.inserting_after(position):
-                capacity = read.shape[2]
-                if not isinstance(capacity, int):
-                    return
+            capacity = read.shape[2]
+            if not isinstance(capacity, int):
+                return
+            first = next(node for node in self.graph.nodes if node.op != "placeholder")
+            after_inputs = position.op == "placeholder"
+            with self.graph.inserting_before(first if after_inputs else position.next):
                 self.made[key] = self._call(_HSA.checked_position.default, position, capacity)
         cache.write.replace_input_with(position, self.made[key])
 
@@ -150,7 +152,7 @@ class _Rewriter:
         number = len(self.result.sites)
         page_major = not isinstance(read.shape[2], int)
         summary, covered = self._state_inputs(plan, read, number, page_major)
-        with self.graph.inserting_before(attention.anchor):
+        with self.graph.inserting_before(attention.out):
             bias, bits = self._mask(attention.masks, keys, read, policy.page_size)
             position = self._position(plan.site.keys, keys, read)
             self._call(
@@ -235,7 +237,7 @@ class _Rewriter:
         scaled = self._call(operator.add, self._call(operator.mul, tokens, plan.fraction), unit - 1)
         pages = self._call(operator.floordiv, scaled, unit)
         forced = forced_pages(plan.policy.sink, plan.policy.recent, plan.policy.page_size)
-        return self._call(operator.add, pages, forced), pages
+        return self._call(operator.add, pages, forced), 0  # the fraction is the budget
 
     def _position(self, cache: CacheUpdate, keys: fx.Node, read: torch.Tensor) -> fx.Node:
         key = ("position", cache.position if cache.kind != "dynamic" else keys, read.device)
@@ -260,7 +262,7 @@ class _Rewriter:
         self, terms: tuple[MaskTerm, ...], keys: fx.Node, read: torch.Tensor, page_size: int
     ) -> tuple[fx.Node | None, fx.Node]:
         """Bias (None where no term is additive) and packed mask; made once for layers that share a mask."""
-        sized = None if isinstance(read.shape[2], int) and terms else keys
+        sized = None if isinstance(read.shape[2], int) else keys
         key = ("mask", terms, read.shape[2] if sized is None else sized, read.device)
         if key not in self.made:
             self.made[key], bias = self._combined(terms, keys, read)

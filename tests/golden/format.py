@@ -1,0 +1,170 @@
+"""The attention neighbourhood of a rewritten graph as text, with names that do not depend on the release of torch.
+
+Printed are the inputs that hold KV caches, the inputs that the rewrite added, every write to a cache, every ``hsa`` op,
+and the outputs. Other operands stand as their shape and dtype; a view of a cache stands as an expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from hsa_compile.backend import Lowered, lower_graph
+from hsa_compile.options import parse_options
+from hsa_compile.passes.find_cache import base_of
+from hsa_compile.passes.graph_tools import op, raw_name, tensor, value
+
+_SHORT = {"float32": "f32", "float64": "f64", "int64": "i64", "int32": "i32", "bool": "b8"}
+_WRITES = ("index_copy_", "setitem", "index_put_", "copy_", "add_")
+# Spelled differently by releases of torch or transformers for the same thing.
+_SAME = {"_index_copy_": "index_copy_"}
+
+
+def lowered(function: Callable[..., Any], *args: Any, policy: Any, **kwargs: Any) -> Lowered:
+    """The last graph of a call, rewritten; the call itself runs on Dynamo's own graph."""
+    found: list[Lowered] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.append(lower_graph(gm, inputs, parse_options({"policy": policy}, None)))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=backend)(*args, **kwargs)
+    return found[-1]
+
+
+class Printer:
+    def __init__(self, result: Lowered) -> None:
+        self.graph = result.gm.graph
+        self.names: dict[fx.Node, str] = {}
+        self.symbols: dict[str, str] = {}
+        self.lines: list[str] = []
+        sites = [site.plan.site for site in result.rewritten.sites]
+        grown = [view for view, _ in result.rewritten.growing]
+        for i, site in enumerate(sites):
+            for what, cache in (("keys", site.keys), ("values", site.values)):
+                node = cache.base if cache.kind != "dynamic" else grown[2 * i + (what == "values")]
+                self.names.setdefault(node, f"{what}_{i}")
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node.name.startswith("hsa_"):
+                self.names[node] = node.name
+
+    def text(self) -> str:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                if node in self.names:
+                    self.lines.append(f"{self.names[node]} = input {self.kind(node)}")
+            elif self._is_op(node):
+                self._op(node)
+            elif op(node) in _WRITES and base_of(node.args[0]) in self.names:
+                self.lines.append(self._call(raw_name(node), node.args, node.kwargs))
+            elif (
+                node.op == "call_function"
+                and op(node) == "add"
+                and base_of(node.args[0]) in self.names
+            ):
+                self.lines.append(self._call("add_", node.args, node.kwargs))
+            elif op(node) in ("slice_scatter", "cat") and base_of(node.args[0]) in self.names:
+                self.names[node] = f"{self.names[base_of(node.args[0])]}_new"
+                self.lines.append(
+                    f"{self.names[node]} = " + self._call(op(node), node.args, node.kwargs)
+                )
+        output = next(iter(reversed(self.graph.nodes)))
+        self.lines.append("return " + ", ".join(self.show(node) for node in output.args[0]))
+        self.lines += self._full_length()
+        return "\n".join(self.lines) + "\n"
+
+    @staticmethod
+    def _is_op(node: fx.Node) -> bool:
+        return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "hsa"
+
+    def _op(self, node: fx.Node) -> None:
+        name = node.target._opname
+        results = {
+            "page_mask": "bits",
+            "checked_position": "position",
+            "select": "ids, counts",
+            "sparse_attention": "out, lse",
+        }
+        number = sum(f"hsa.{name}(" in line for line in self.lines)
+        call = self._call(f"hsa.{name}", node.args, node.kwargs)
+        if name not in results:
+            self.lines.append(call)
+            return
+        parts = [f"{part}_{number}" for part in results[name].split(", ")]
+        self.lines.append(f"{', '.join(parts)} = {call}")
+        if len(parts) == 1:
+            self.names[node] = parts[0]
+        for user in node.users:
+            if op(user) == "getitem" and len(parts) > 1:
+                self.names[user] = parts[user.args[1]]
+
+    def _call(self, name: str, args: Any, kwargs: Any) -> str:
+        shown = [self.show(arg) for arg in args]
+        shown += [f"{key}={self.show(arg)}" for key, arg in sorted(kwargs.items())]
+        return f"{_SAME.get(name, name)}({', '.join(shown)})"
+
+    def show(self, arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            if arg in self.names:
+                return self.names[arg]
+            if base_of(arg) in self.names and op(arg) != "setitem":
+                return self._view(arg)
+            return self.kind(arg)
+        if isinstance(arg, slice):
+            start, stop = ("" if x is None else self.show(x) for x in (arg.start, arg.stop))
+            return f"{start}:{stop}"
+        if isinstance(arg, (tuple, list)):
+            return "(" + ", ".join(self.show(x) for x in arg) + ")"
+        if isinstance(arg, float):
+            return f"{arg:.6g}"
+        if isinstance(arg, torch.SymInt):
+            return self._size(arg)
+        return str(arg)
+
+    def _view(self, node: fx.Node) -> str:
+        if op(node) == "getitem":
+            index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            return f"{self.show(node.args[0])}[{', '.join(self.show(i) for i in index)}]"
+        return self._call(op(node), node.args, node.kwargs)
+
+    def kind(self, node: fx.Node) -> str:
+        held = value(node)
+        if not isinstance(held, torch.Tensor):
+            return self._size(held) if isinstance(held, torch.SymInt) else str(held)
+        dtype = str(held.dtype).removeprefix("torch.")
+        return f"[{', '.join(self._size(s) for s in held.shape)}] {_SHORT.get(dtype, dtype)}"
+
+    def _size(self, size: Any) -> str:
+        """Symbols are numbered in the order of their appearance."""
+        text = str(size)
+        if isinstance(size, torch.SymInt):
+            for symbol in sorted(size.node.expr.free_symbols, key=str):
+                name = self.symbols.setdefault(str(symbol), f"n{len(self.symbols)}")
+                text = text.replace(str(symbol), name)
+        return text
+
+    def _full_length(self) -> list[str]:
+        """What is left that is as large as a cache: nothing should be."""
+        caches = [
+            tensor(node) for node, name in self.names.items() if name.startswith(("keys", "values"))
+        ]
+        limit = min(
+            (held.numel() for held in caches if isinstance(held.numel(), int)), default=None
+        )
+        found = []
+        for node in self.graph.nodes:
+            held = tensor(node)
+            copies = node.op in ("call_function", "call_method") and base_of(node) not in self.names
+            if limit and copies and held is not None and node not in self.names:
+                if isinstance(held.numel(), int) and held.numel() >= limit and held.ndim >= 4:
+                    found.append(f"FULL LENGTH: {op(node)} {self.kind(node)}")
+        return found
+
+
+def format_graph(result: Lowered) -> str:
+    return Printer(result).text()

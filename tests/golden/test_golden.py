@@ -1,0 +1,312 @@
+"""Golden graphs: what becomes of attention, model by model. ``EXPECTTEST_ACCEPT=1`` writes them anew; read them then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import TestCase
+from torch import Tensor, nn
+
+from ..models.helpers import cache_argument, new_cache, tiny
+from .format import format_graph, lowered
+
+POLICY = {"budget": 64, "page_size": 16, "recent": 16}
+
+
+def decode_graph(family: str, kind: str, attention: str = "sdpa") -> str:
+    """The first decode step after a prompt of 20 tokens, batch 2; a second one for a symbolic length."""
+    torch._dynamo.reset()
+    model = tiny(family, attention)
+    cache, name = new_cache(model, kind, capacity=128), cache_argument(model)
+    with torch.no_grad():
+        model(torch.randint(3, 100, (2, 20)), **{name: cache})
+        if kind == "dynamic":
+            for layer in cache.layers:
+                torch._dynamo.mark_dynamic(layer.keys, 2)
+                torch._dynamo.mark_dynamic(layer.values, 2)
+        token = torch.randint(3, 100, (2, 1))
+        return format_graph(lowered(model, token, policy=POLICY, **{name: cache}))
+
+
+class GptFast(nn.Module):
+    """Attention in the manner of gpt-fast: buffers, an index of positions, a causal mask that is looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wqkv = nn.Linear(64, 128, bias=False)
+        self.register_buffer("k_cache", torch.zeros(2, 2, 128, 16))
+        self.register_buffer("v_cache", torch.zeros(2, 2, 128, 16))
+        self.register_buffer("causal", torch.tril(torch.ones(128, 128, dtype=torch.bool)))
+
+    def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
+        q, k, v = self.wqkv(x).split([64, 32, 32], -1)
+        q, k, v = (t.view(2, -1, t.shape[-1] // 16, 16).transpose(1, 2) for t in (q, k, v))
+        self.k_cache[:, :, input_pos] = k
+        self.v_cache[:, :, input_pos] = v
+        keys = self.k_cache.repeat_interleave(2, dim=1)
+        values = self.v_cache.repeat_interleave(2, dim=1)
+        mask = self.causal[None, None, input_pos]
+        y = nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return y.transpose(1, 2).flatten(2)
+
+
+class OwnCache(nn.Module):
+    """A module that keeps keys ``[B, S, H, D]`` and writes them by slice at an integer position; scores by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = torch.zeros(2, 128, 4, 16)
+        self.values = torch.zeros(2, 128, 4, 16)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, position: int, hidden: Tensor) -> Tensor:
+        self.keys[:, position : position + 1].copy_(k)
+        self.values[:, position : position + 1].copy_(v)
+        scores = torch.matmul(q, self.keys.permute(0, 2, 3, 1)) / 4.0
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")).float(), -1).to(q.dtype)
+        return weights @ self.values.transpose(1, 2)
+
+
+class TestGolden(TestCase):
+    def test_llama_static(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("llama", "static"),
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+keys_1 = input [2, 2, 128, 16] f32
+values_1 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 32] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_summary_1 = input [2, 2, 8, 32] f32
+hsa_covered_1 = input [2, 2, 8, 2] i64
+hsa_counters_0 = input [2, 2] i64
+position_0 = hsa.checked_position([1] i64, 128)
+index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
+index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
+position_1 = hsa.checked_position([1] i64, 128)
+index_copy_(keys_1, 2, position_1, [2, 2, 1, 16] f32)
+index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
+hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_0, None, 0.25, 16)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_llama_dynamic(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("llama", "dynamic"),
+            """\
+keys_0 = input [2, 2, n0 + 1, 16] f32
+values_0 = input [2, 2, n1 + 1, 16] f32
+keys_1 = input [2, 2, n2 + 1, 16] f32
+values_1 = input [2, 2, n3 + 1, 16] f32
+hsa_summary_0 = input [2, 2, ((n0//16)) + 1, 32] f32
+hsa_covered_0 = input [2, 2, ((n0//16)) + 1, 2] i64
+hsa_summary_1 = input [2, 2, ((n2//16)) + 1, 32] f32
+hsa_covered_1 = input [2, 2, ((n2//16)) + 1, 2] i64
+hsa_counters_0 = input [2, 2] i64
+copy_(keys_0[:, :, -1:], [2, 2, 1, 16] f32)
+copy_(values_0[:, :, -1:], [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([1, 1, 1, n0 + 1] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
+copy_(keys_1[:, :, -1:], [2, 2, 1, 16] f32)
+copy_(values_1[:, :, -1:], [2, 2, 1, 16] f32)
+bits_1 = hsa.page_mask([1, 1, 1, n2 + 1] b8, 16)
+hsa.summarize(keys_1, bits_1, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_1, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_1, None, 0.25, 16)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_qwen2_static(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("qwen2", "static"),
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+keys_1 = input [2, 2, 128, 16] f32
+values_1 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 32] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_summary_1 = input [2, 2, 8, 32] f32
+hsa_covered_1 = input [2, 2, 8, 2] i64
+hsa_counters_0 = input [2, 2] i64
+position_0 = hsa.checked_position([1] i64, 128)
+index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
+index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
+position_1 = hsa.checked_position([1] i64, 128)
+index_copy_(keys_1, 2, position_1, [2, 2, 1, 16] f32)
+index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
+hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_0, None, 0.25, 16)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_qwen3_dynamic(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("qwen3", "dynamic"),
+            """\
+keys_0 = input [2, 2, n0 + 1, 24] f32
+values_0 = input [2, 2, n1 + 1, 24] f32
+keys_1 = input [2, 2, n2 + 1, 24] f32
+values_1 = input [2, 2, n3 + 1, 24] f32
+hsa_summary_0 = input [2, 2, ((n0//16)) + 1, 48] f32
+hsa_covered_0 = input [2, 2, ((n0//16)) + 1, 2] i64
+hsa_summary_1 = input [2, 2, ((n2//16)) + 1, 48] f32
+hsa_covered_1 = input [2, 2, ((n2//16)) + 1, 2] i64
+hsa_counters_0 = input [2, 2] i64
+copy_(keys_0[:, :, -1:], [2, 2, 1, 24] f32)
+copy_(values_0[:, :, -1:], [2, 2, 1, 24] f32)
+bits_0 = hsa.page_mask([1, 1, 1, n0 + 1] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 24] f32, hsa_summary_0, bits_0, 0.204124, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 24] f32, keys_0, values_0, ids_0, bits_0, None, 0.204124, 16)
+copy_(keys_1[:, :, -1:], [2, 2, 1, 24] f32)
+copy_(values_1[:, :, -1:], [2, 2, 1, 24] f32)
+bits_1 = hsa.page_mask([1, 1, 1, n2 + 1] b8, 16)
+hsa.summarize(keys_1, bits_1, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 24] f32, hsa_summary_1, bits_1, 0.204124, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 24] f32, keys_1, values_1, ids_1, bits_1, None, 0.204124, 16)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_mistral_dynamic(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("mistral", "dynamic"),
+            """\
+keys_0 = input [2, 2, n0 + 1, 16] f32
+values_0 = input [2, 2, n1 + 1, 16] f32
+keys_1 = input [2, 2, n2 + 1, 16] f32
+values_1 = input [2, 2, n3 + 1, 16] f32
+hsa_summary_0 = input [2, 2, ((n0//16)) + 1, 32] f32
+hsa_covered_0 = input [2, 2, ((n0//16)) + 1, 2] i64
+hsa_summary_1 = input [2, 2, ((n2//16)) + 1, 32] f32
+hsa_covered_1 = input [2, 2, ((n2//16)) + 1, 2] i64
+hsa_counters_0 = input [2, 2] i64
+copy_(keys_0[:, :, -1:], [2, 2, 1, 16] f32)
+copy_(values_0[:, :, -1:], [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([1, 1, 1, n0 + 1] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
+copy_(keys_1[:, :, -1:], [2, 2, 1, 16] f32)
+copy_(values_1[:, :, -1:], [2, 2, 1, 16] f32)
+bits_1 = hsa.page_mask([1, 1, 1, n2 + 1] b8, 16)
+hsa.summarize(keys_1, bits_1, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_1, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_1, None, 0.25, 16)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_gemma3_static(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("gemma3", "static"),
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 32] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_counters_0 = input [1, 2] i64
+position_0 = hsa.checked_position([1] i64, 128)
+index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
+index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.223607, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.223607, 16)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_gpt2_eager_static(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("gpt2", "static", "eager"),
+            """\
+keys_0 = input [2, 4, 128, 16] f32
+values_0 = input [2, 4, 128, 16] f32
+keys_1 = input [2, 4, 128, 16] f32
+values_1 = input [2, 4, 128, 16] f32
+hsa_summary_0 = input [2, 4, 8, 32] f32
+hsa_covered_0 = input [2, 4, 8, 2] i64
+hsa_summary_1 = input [2, 4, 8, 32] f32
+hsa_covered_1 = input [2, 4, 8, 2] i64
+hsa_counters_0 = input [2, 2] i64
+position_0 = hsa.checked_position([1] i64, 128)
+index_copy_(keys_0, 2, position_0, [2, 4, 1, 16] f32)
+index_copy_(values_0, 2, position_0, [2, 4, 1, 16] f32)
+bits_0 = hsa.page_mask([2, 1, 1, 128] f32, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, [2, 1, 1, 128] f32, 0.25, 16)
+position_1 = hsa.checked_position([1] i64, 128)
+index_copy_(keys_1, 2, position_1, [2, 4, 1, 16] f32)
+index_copy_(values_1, 2, position_1, [2, 4, 1, 16] f32)
+hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_0, [2, 1, 1, 128] f32, 0.25, 16)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_gpt_fast(self) -> None:
+        result = lowered(GptFast(), torch.randn(2, 1, 64), torch.tensor([100]), policy=POLICY)
+        self.assertExpectedInline(
+            format_graph(result),
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 32] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_counters_0 = input [1, 2] i64
+position_0 = hsa.checked_position([1] i64, 128)
+setitem(keys_0, (:, :, position_0), [2, 2, 1, 16] f32)
+setitem(values_0, (:, :, position_0), [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([1, 1, 1, 128] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
+return [2, 1, 64] f32
+""",
+        )
+
+    def test_own_cache(self) -> None:
+        q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 4, 16)
+        hidden = torch.arange(128)[None, None, None] > 100
+        result = lowered(OwnCache(), q, k, v, 100, hidden, policy=POLICY)
+        self.assertExpectedInline(
+            format_graph(result),
+            """\
+keys_0 = input [2, 128, 4, 16] f32
+values_0 = input [2, 128, 4, 16] f32
+hsa_summary_0 = input [2, 4, 8, 32] f32
+hsa_covered_0 = input [2, 4, 8, 2] i64
+hsa_counters_0 = input [1, 2] i64
+copy_(keys_0[:, 100:101], [2, 1, 4, 16] f32)
+copy_(values_0[:, 100:101], [2, 1, 4, 16] f32)
+bits_0 = hsa.page_mask([1, 1, 1, 128] b8, 16)
+hsa.summarize(permute(keys_0, 0, 2, 1, 3), bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, permute(keys_0, 0, 2, 1, 3), transpose(values_0, 1, 2), ids_0, bits_0, None, 0.25, 16)
+return out_0
+""",
+        )
+
+
+if __name__ == "__main__":
+    pytest.main([__file__])

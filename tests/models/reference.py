@@ -1,0 +1,102 @@
+"""The rule in plain PyTorch, as an attention function of transformers: no state, no history, nothing compiled.
+
+Every decode step recomputes all page summaries from the keys and the mask that attention is given, selects with
+``select_reference`` and attends with ``sparse_attention_reference``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hsa_compile import LayerPolicy, algorithms
+from hsa_compile.ops.page_mask import attendable, page_mask
+from hsa_compile.ops.select import FRACTION_UNIT, select_reference
+from hsa_compile.ops.sparse_attention import sparse_attention_reference
+
+from .helpers import transformers
+
+_NAME = "plain_page_sparse"
+
+
+def page_summaries(keys: Tensor, mask: Tensor, policy: LayerPolicy) -> Tensor:
+    """Summaries ``[B, Hkv, P, R]`` of ``keys [B, Hkv, S, D]``.
+
+    They are over the tokens that any query head of the group attends: mask ``[B, 1 or Hq, 1, S]``, boolean.
+    """
+    spare = -keys.shape[2] % policy.page_size
+    paged = F.pad(keys.float(), (0, 0, 0, spare)).unflatten(2, (-1, policy.page_size))
+    heads = mask[:, :, 0]
+    if heads.shape[1] > 1:
+        heads = heads.unflatten(1, (keys.shape[1], -1)).any(2)
+    present = F.pad(heads, (0, spare)).unflatten(2, (-1, policy.page_size)).unsqueeze(-1)
+    summary = algorithms.get(policy.algorithm).summarize(paged, present.expand_as(paged[..., :1]))
+    return summary.masked_fill(~present.any(-2), 0)
+
+
+def sparse_attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, policy: LayerPolicy
+) -> Tensor:
+    """One step by the rule: q ``[B, Hq, 1, D]``, mask ``[1 or B, 1 or Hq, 1, S]`` boolean, additive or None."""
+    if mask is None:
+        mask = torch.ones((1, 1, 1, keys.shape[2]), dtype=torch.bool)
+    mask = mask.expand(q.shape[0], -1, -1, -1)
+    bits = page_mask(mask, policy.page_size)
+    summary = page_summaries(keys, attendable(mask), policy)
+    whole = isinstance(policy.budget, int)
+    ids, _ = select_reference(
+        q,
+        summary,
+        bits,
+        scale,
+        policy.algorithm,
+        policy.page_size,
+        bits.shape[-1],
+        ceil(policy.budget / policy.page_size) if whole else 0,
+        0 if whole else round(policy.budget * FRACTION_UNIT),
+        policy.sink,
+        policy.recent,
+        policy.group_reduce,
+    )
+    bias = None if mask.dtype == torch.bool else mask
+    return sparse_attention_reference(
+        q, keys, values, ids, bits, bias, scale, policy.page_size
+    )[0]
+
+
+@contextmanager
+def by_the_rule(model: Any, policy: LayerPolicy) -> Iterator[Any]:
+    """``model``, decoding with the rule in the place of attention; prefill stays dense."""
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if query.shape[2] > 1:
+            return dense(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = sparse_attention(query, key, value, attention_mask, scale, policy)
+        return out.transpose(1, 2).contiguous(), None
+
+    dense = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    transformers.AttentionInterface.register(_NAME, forward)
+    masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    transformers.AttentionMaskInterface.register(_NAME, masks["sdpa"])
+    before = model.config._attn_implementation
+    model.config._attn_implementation = _NAME
+    try:
+        yield model
+    finally:
+        model.config._attn_implementation = before
