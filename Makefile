@@ -2,6 +2,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made with
 #   TORCH=auto          auto, cpu, system or default: see scripts/setup_env.py
 #   WORKERS=2           test processes
+#   BENCH=name          a module of benchmarks/
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks
 
 PYTHON  ?= python3
@@ -45,8 +46,8 @@ format: $(VENV)/.stamp-dev  ## let ruff reformat and repair what it can
 types: $(VENV)/.stamp-dev  ## mypy on the package
 	@$(call have,mypy); $(PY) scripts/typecheck.py
 
-bench: $(VENV)/.stamp-dev  ## the benchmarks (ARGS="...")
-	@$(PY) benchmarks/run.py $(ARGS)
+bench: $(VENV)/.stamp-dev  ## one layer's attention on this machine (BENCH=name of another in benchmarks/)
+	@$(PY) -m benchmarks.$(or $(BENCH),$$($(PY) -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")')_attention_layer) $(ARGS)
 
 clean:  ## remove what make and the tools made, .venv included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import shutil
@@ -65,6 +66,8 @@ def pytest_unconfigure() -> None:
 def _fresh_torch() -> Iterator[None]:
     """Seed every test alike, and let no compiled code or recompile count reach the next one."""
     random.seed(SEED)
+    # Its empty records, made for another reader, would fill pages of every failure's report.
+    logging.getLogger("torch.__trace").propagate = False
     if "torch" in sys.modules:
         import torch
 
