@@ -1,0 +1,114 @@
+"""A template as a node of Inductor's graph."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from .. import compat, templates
+from . import grids
+from .options import Config, Constants, Rows
+
+log = logging.getLogger("hsa_compile")
+
+Example = Callable[[Any], torch.Tensor]
+
+
+@cache
+def _template(name: str) -> Any:
+    return compat.triton_template(f"hsa_{name}", getattr(grids, name), templates.source(name))
+
+
+def run_on(device: torch.device) -> bool:
+    """Whether the templates are compiled for this kind of device."""
+    return device.type == "cuda"
+
+
+def emit(
+    name: str,
+    constants: Constants,
+    configs: list[Config],
+    inputs: Mapping[str, Any],
+    output: Any,
+    grid_sizes: tuple[Any, ...],
+    writes: tuple[str, ...] = (),
+    examples: Mapping[str, Example] | None = None,
+) -> Any:
+    """Add a launch of template ``name`` to the graph; returns the node of its output.
+
+    Args:
+        constants: a value for every constant of the template's legend that no configuration sets.
+        configs: ways to launch it, best guess first; the others are timed under max-autotune only.
+        inputs: the template's tensors, in the order of its ``def_kernel``.
+        output: layout of the output.
+        grid_sizes: what the grid function takes before the constants.
+        writes: which of the inputs are written.
+        examples: makers of tensors to time with, for inputs that random numbers do not suit.
+    """
+    nodes = list(inputs.values())
+    early = compat.can_launch_early(nodes[0].get_device())
+    choices: list[Any] = []
+    problem: Exception | None = None
+    for config in configs if compat.max_autotune() else configs[:1]:
+        problem = _template(name).maybe_append_choice(
+            choices,
+            input_nodes=nodes,
+            layout=output,
+            mutated_inputs=[inputs[written] for written in writes] or None,
+            call_sizes=grid_sizes,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            # A kernel may start, and wait, while the one before it ends; every template waits before it touches memory.
+            triton_meta={"launch_pdl": True} if early else None,
+            PDL=early,
+            **constants,
+            **config.blocks,
+        )
+    if not choices:
+        raise RuntimeError(f"no configuration of kernel {name} could be rendered: {problem}")
+    position = {tensor: at for at, tensor in enumerate(inputs)}
+    return compat.choose_kernel(
+        f"hsa_{name}",
+        choices,
+        nodes,
+        output,
+        {
+            position[tensor]: example
+            for tensor, example in (examples or {}).items()
+            if tensor in position
+        },
+    )
+
+
+def eager(op: torch._ops.OpOverload, reason: str | None, *args: Any) -> Any:
+    """Lower to the op's own implementation, and say why where the reason is a limit of the kernels."""
+    if reason is not None:
+        log.warning("%s runs eagerly: %s", op, reason)
+    return compat.lower_to_eager(op, *args)
+
+
+def rows_of(mask: Any) -> Rows:
+    """How a packed mask or bias ``[Bm, Hm, ...]`` is laid out."""
+    batch, heads = mask.get_size()[:2]
+    return Rows(
+        batch=not compat.expressions_equal(batch, 1), heads=not compat.expressions_equal(heads, 1)
+    )
+
+
+def full_words(node: Any) -> torch.Tensor:
+    """A packed mask in which everything can be attended."""
+    size = [compat.expression_hint(n) for n in node.get_size()]
+    return torch.full(size, -1, dtype=torch.int64, device=node.get_device())
+
+
+def spread_pages(pages: int) -> Example:
+    """Page ids that are spread over the cache, different for every row, as a selection's are."""
+
+    def example(node: Any) -> torch.Tensor:
+        size = [compat.expression_hint(n) for n in node.get_size()]
+        ids = torch.randint(0, max(pages - 1, 1), size, dtype=torch.int32, device=node.get_device())
+        return ids.sort(-1).values
+
+    return example

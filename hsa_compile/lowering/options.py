@@ -1,0 +1,217 @@
+"""What each kernel is rendered with: constants from shapes, and the few launch configurations worth timing.
+
+Everything here is plain arithmetic on integers, so that Inductor's lowerings and the standalone
+renderer give a kernel the same constants. Names are those of the templates' legends.
+"""
+
+from dataclasses import dataclass
+
+from .. import algorithms
+
+# Values end up as source text: a string carries its own quotes.
+Constants = dict[str, int | float | bool | str]
+
+# Pages times padded heads that one program's registers hold, and pages a block where blocks are looped over.
+SINGLE_BLOCK_SCORES = 32768
+SINGLE_BLOCK_PAGES = 8192
+LOOP_BLOCK_PAGES = 4096
+# Below this many pages to score, smaller programs spread the work better.
+FEW_PAGES = 32768
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to launch a kernel: its block sizes, warps a program, and pipeline depth."""
+
+    blocks: Constants
+    num_warps: int
+    num_stages: int = 1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a packed mask or a bias is laid out: one row for all, or one a batch entry or query head."""
+
+    batch: bool
+    heads: bool
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def dim_pad(dim: int) -> int:
+    """The tile's size for ``dim`` numbers: a power of two that matrix units take."""
+    return max(16, next_power_of_2(dim))
+
+
+def summarize(
+    algorithm: str,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    page_size: int,
+    bits: Rows,
+    batch_position: bool,
+) -> Constants:
+    return {
+        "ALGORITHM": repr(algorithm),
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "DIM": dim,
+        "DIM_PAD": dim_pad(dim),
+        "PAGE_SIZE": page_size,
+        "HEAD_BITS": bits.heads,
+        "BATCH_BITS": bits.batch,
+        "BATCH_POSITION": batch_position,
+    }
+
+
+def summarize_configs(page_size: int, dim: int) -> list[Config]:
+    # One warp a page of usual size: a decode step only looks, and a rebuild has enough programs to fill the GPU.
+    warps = min(8, max(1, page_size * dim_pad(dim) // 4096))
+    return [Config({"BLOCK_PAGES": 64}, warps)]
+
+
+def page_scores(algorithm: str, kv_heads: int, group: int, dim: int, bits: Rows) -> Constants:
+    return {
+        "ALGORITHM": repr(algorithm),
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "GROUP_PAD": max(16, next_power_of_2(group)),
+        "DIM": dim,
+        "DIM_PAD": dim_pad(dim),
+        "PARTS": algorithms.get(algorithm).PARTS,
+        "HEAD_BITS": bits.heads,
+        "BATCH_BITS": bits.batch,
+    }
+
+
+def page_scores_configs(element_size: int, width: int, rows: int, pages: int) -> list[Config]:
+    """Ordered by what is expected to be fastest, as all of these lists are."""
+    if element_size * width > 512:
+        return [Config({"BLOCK_PAGES": 16}, 2), Config({"BLOCK_PAGES": 32}, 4)]
+    small, large = Config({"BLOCK_PAGES": 16}, 1), Config({"BLOCK_PAGES": 32}, 2)
+    return (
+        [small, large]
+        if rows * pages < FEW_PAGES
+        else [large, small, Config({"BLOCK_PAGES": 64}, 4)]
+    )
+
+
+def top_pages(
+    scale: float,
+    group_reduce: str,
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    bits: Rows,
+    budget_pages: int,
+    fraction: int,
+    sink: int,
+    recent: int,
+    pages: int | None,
+) -> Constants:
+    """``pages`` is None where their number is not known; ``budget_pages`` -1 stands for all slots."""
+    group_pad = next_power_of_2(group)
+    most = min(SINGLE_BLOCK_PAGES, SINGLE_BLOCK_SCORES // group_pad)
+    block = max(16, next_power_of_2(pages or 1))
+    single = pages is not None and block <= most
+    return {
+        "SCALE": scale,
+        "SOFTMAX_MEAN": group_reduce == "softmax_mean",
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "GROUP_PAD": group_pad,
+        "PAGE_SIZE": page_size,
+        "HEAD_BITS": bits.heads,
+        "BATCH_BITS": bits.batch,
+        "BUDGET": budget_pages,
+        "FRACTION": fraction,
+        "SINK": sink,
+        "RECENT": recent,
+        "SINGLE": single,
+        "BLOCK": block if single else min(most, LOOP_BLOCK_PAGES),
+    }
+
+
+def top_pages_configs(block: int, group_pad: int) -> list[Config]:
+    warps = max(1, min(16, max(block // 256, block * group_pad // 2048)))
+    return [Config({"WAYS": 2}, warps), Config({"WAYS": 4}, warps)]
+
+
+def sparse_attention(
+    scale: float,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    value_dim: int,
+    page_size: int,
+    bits: Rows,
+    bias: Rows | None,
+    splits: int,
+) -> Constants:
+    # Matrix units take 16 rows at least; for one head, sums in fp32 do without the padding.
+    use_dot = group > 1
+    return {
+        "SCALE": scale,
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "GROUP_PAD": max(16, next_power_of_2(group)) if use_dot else 1,
+        "DIM": dim,
+        "DIM_PAD": dim_pad(dim),
+        "VALUE_DIM": value_dim,
+        "VALUE_DIM_PAD": dim_pad(value_dim),
+        "PAGE_SIZE": page_size,
+        "HEAD_BITS": bits.heads,
+        "BATCH_BITS": bits.batch,
+        "HAS_BIAS": bias is not None,
+        "HEAD_BIAS": bias is not None and bias.heads,
+        "BATCH_BIAS": bias is not None and bias.batch,
+        "SPLITS": splits,
+        "USE_DOT": use_dot,
+    }
+
+
+def sparse_attention_configs(row_bytes: int, page_size: int, split_tokens: int) -> list[Config]:
+    """``row_bytes`` is the padded size of a key or value, ``split_tokens`` the tokens that one program attends."""
+    if row_bytes > 256:
+        # Large rows, and fp32 products, which are summed outside the matrix units, need the registers
+        # of more warps; 32 KiB of keys and as much of values fit the shared memory of any GPU.
+        tile = min(32, 32768 // row_bytes)
+        warps = min(8, max(4, tile * row_bytes // 4096))
+        return [Config({"BLOCK_TOKENS": tile}, warps), Config({"BLOCK_TOKENS": tile}, warps // 2)]
+    # A tile of about 8 KiB a warp: many tokens a program are pipelined, few are loaded at once.
+    tile, wide = max(page_size, 32), max(page_size, 64)
+    piped, at_once = (
+        Config({"BLOCK_TOKENS": tile}, tile // 32, 3),
+        Config({"BLOCK_TOKENS": wide}, 4),
+    )
+    best = (piped, at_once) if split_tokens > 64 else (at_once, piped)
+    return [*best, Config({"BLOCK_TOKENS": wide}, 2, 2), Config({"BLOCK_TOKENS": tile}, tile // 32)]
+
+
+def attention_splits(rows: int, slots: int, page_size: int, processors: int) -> int:
+    """How many programs share the selected pages of one (batch, KV head) row; a power of two.
+
+    About eight programs a processor hide the latency of memory; fewer than 64 tokens a program are
+    not worth a partial result.
+    """
+    most = max(1, slots * page_size // 64)
+    wanted = max(1, 8 * processors // max(rows, 1))
+    return min(next_power_of_2(most), 1 << (wanted.bit_length() - 1), 128)
+
+
+def merge_splits(heads: int, value_dim: int, splits: int) -> Constants:
+    return {
+        "HEADS": heads,
+        "SPLITS": splits,
+        "SPLITS_PAD": next_power_of_2(splits),
+        "VALUE_DIM": value_dim,
+    }
+
+
+def merge_splits_configs(value_dim: int, splits: int) -> list[Config]:
+    block = min(64, dim_pad(value_dim))
+    return [Config({"BLOCK_DIM": block}, max(1, next_power_of_2(splits) * block // 2048))]

@@ -1,0 +1,94 @@
+"""Inductor's lowering of ``hsa::select``: page scores, then the search for the best pages."""
+
+from typing import Any
+
+import torch
+
+from .. import algorithms, compat
+from . import kernels, options
+from .kernels import eager, emit, full_words, rows_of
+from .limits import kernel_limits
+
+
+def lower(
+    q: Any,
+    summary: Any,
+    bits: Any,
+    scale: float,
+    algorithm: str,
+    page_size: int,
+    slots: Any,
+    budget_pages: Any,
+    fraction: int,
+    sink: int,
+    recent: int,
+    group_reduce: str,
+) -> tuple[Any, Any]:
+    op = torch.ops.hsa.select.default
+    args = (
+        q,
+        summary,
+        bits,
+        scale,
+        algorithm,
+        page_size,
+        slots,
+        budget_pages,
+        fraction,
+        sink,
+        recent,
+        group_reduce,
+    )
+    device = q.get_device()
+    if not kernels.run_on(device):
+        return eager(op, None, *args)
+    batch, query_heads, _, dim = q.get_size()
+    query_heads, dim = compat.static_int(query_heads), compat.static_int(dim)
+    _, kv_heads, pages, width = summary.get_size()
+    kv_heads, group = compat.static_int(kv_heads), query_heads // compat.static_int(kv_heads)
+    reason = kernel_limits(q.get_dtype(), dim, dim, group, page_size)
+    if summary.get_dtype() != q.get_dtype():
+        reason = reason or f"summaries are {summary.get_dtype()}, queries {q.get_dtype()}"
+    if compat.static_int(width) != algorithms.summary_width(algorithm, dim):
+        reason = reason or f"a summary of {width} numbers is not what {algorithm} holds of {dim}"
+    if reason is not None:
+        return eager(op, reason, *args)
+
+    rows = rows_of(bits)
+    bits = compat.realize(bits)
+    scores = emit(
+        "page_scores",
+        options.page_scores(algorithm, kv_heads, group, dim, rows),
+        options.page_scores_configs(
+            q.get_dtype().itemsize,
+            compat.static_int(width),
+            compat.expression_hint(batch) * kv_heads,
+            compat.expression_hint(pages),
+        ),
+        {"q": compat.realize(q), "summary": compat.realize(summary), "bits": bits},
+        compat.contiguous_layout(device, torch.float32, (batch, query_heads, pages)),
+        (batch, kv_heads, pages),
+        examples={"bits": full_words},
+    )
+    # A symbolic budget that equals the slots needs no constant; any other one becomes a guard.
+    unused = bool(fraction) or compat.expressions_equal(budget_pages, slots)
+    budget = -1 if unused else compat.static_int(budget_pages)
+    constants = options.top_pages(
+        float(scale), group_reduce, kv_heads, group, page_size, rows, budget, fraction, sink, recent,
+        compat.static_int(pages) if compat.is_constant(pages) else None,
+    )  # fmt: skip
+    ids = compat.scratch(device, torch.int32, (batch, kv_heads, slots))
+    inputs = {"scores": compat.realize(scores), "bits": bits, "ids": ids}
+    if not constants["SINGLE"]:
+        inputs["order"] = compat.scratch(device, torch.int32, (batch, kv_heads, pages))
+    counts = emit(
+        "top_pages",
+        {**constants, "ACC_TYPE": "tl.int64"},
+        options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"])),
+        inputs,
+        compat.contiguous_layout(device, torch.int64, (batch, kv_heads, 2)),
+        (batch, kv_heads),
+        writes=("ids", "order") if "order" in inputs else ("ids",),
+        examples={"bits": full_words},
+    )
+    return ids, counts

@@ -1,0 +1,79 @@
+"""Inductor's lowering of ``hsa::sparse_attention``: a partial result a split, then the merge."""
+
+from typing import Any
+
+import torch
+
+from .. import compat
+from . import kernels, options
+from .kernels import eager, emit, full_words, rows_of, spread_pages
+from .limits import kernel_limits
+from .standalone import processors
+
+
+def lower(
+    q: Any, keys: Any, values: Any, ids: Any, bits: Any, bias: Any, scale: float, page_size: int
+) -> tuple[Any, Any]:
+    op = torch.ops.hsa.sparse_attention.default
+    args = (q, keys, values, ids, bits, bias, scale, page_size)
+    device = q.get_device()
+    if not kernels.run_on(device):
+        return eager(op, None, *args)
+    batch, query_heads, _, dim = q.get_size()
+    query_heads, dim = compat.static_int(query_heads), compat.static_int(dim)
+    kv_heads = compat.static_int(keys.get_size()[1])
+    value_dim = compat.static_int(values.get_size()[3])
+    group = query_heads // kv_heads
+    dtype = q.get_dtype()
+    reason = kernel_limits(dtype, dim, value_dim, group, page_size)
+    if {keys.get_dtype(), values.get_dtype()} != {dtype}:
+        reason = (
+            reason or f"queries are {dtype}, keys {keys.get_dtype()}, values {values.get_dtype()}"
+        )
+    if reason is not None:
+        return eager(op, reason, *args)
+
+    slots = ids.get_size()[2]
+    splits = options.attention_splits(
+        compat.expression_hint(batch) * kv_heads,
+        compat.expression_hint(slots),
+        page_size,
+        processors(device),
+    )
+    constants = options.sparse_attention(
+        float(scale), kv_heads, group, dim, value_dim, page_size, rows_of(bits),
+        None if bias is None else rows_of(bias), splits,
+    )  # fmt: skip
+    inputs = {"q": q, "keys": keys, "values": values, "ids": ids, "bits": bits}
+    if bias is not None:
+        inputs["bias"] = bias
+    inputs = {name: compat.realize(node) for name, node in inputs.items()}
+    part_lse = compat.scratch(device, torch.float32, (batch, query_heads, splits))
+    acc = emit(
+        "sparse_attention",
+        constants,
+        options.sparse_attention_configs(
+            dtype.itemsize * options.dim_pad(max(dim, value_dim)),
+            page_size,
+            compat.expression_hint(slots) * page_size // splits,
+        ),
+        {**inputs, "lse": part_lse},
+        compat.contiguous_layout(device, torch.float32, (batch, query_heads, splits, value_dim)),
+        (batch, kv_heads),
+        writes=("lse",),
+        examples={
+            "bits": full_words,
+            "ids": spread_pages(compat.expression_hint(bits.get_size()[2])),
+        },
+    )
+    lse = compat.scratch(device, torch.float32, (batch, query_heads, 1))
+    out = emit(
+        "merge_splits",
+        options.merge_splits(query_heads, value_dim, splits),
+        options.merge_splits_configs(value_dim, splits),
+        {"acc": compat.realize(acc), "part_lse": part_lse, "lse": lse},
+        compat.contiguous_layout(device, dtype, (batch, query_heads, 1, value_dim)),
+        (batch, query_heads, value_dim),
+        writes=("lse",),
+    )
+    return out, lse

@@ -1,0 +1,340 @@
+"""The kernels without Inductor: the same templates as plain ``triton.jit`` functions.
+
+Tests run them under Triton's interpreter on a CPU, CI compiles them ahead of time for a GPU that is
+not there, and they can be launched on one that is. The functions at the end have the signatures of
+the ops, and produce what ``hsa_compile.ops`` specifies.
+"""
+
+import importlib.util
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import templates
+from . import grids, options
+from .options import Config, Constants, Rows
+
+_HEADER = "import triton\nimport triton.language as tl\n\n\n"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A kernel's source, the arguments that it takes in order, and the name of its function.
+
+    ``sizes`` are the run-time integers: ("keys", "stride", 2) is the stride of dimension 2 of ``keys``.
+    """
+
+    source: str
+    function: str
+    tensors: tuple[str, ...]
+    sizes: tuple[tuple[str, str, int], ...]
+
+
+def render(
+    name: str, constants: Constants, literal: Mapping[str, Tensor] | None = None
+) -> Rendered:
+    """Render template ``name``.
+
+    Args:
+        name: one of ``hsa_compile.templates.NAMES``.
+        constants: a value for every constant of the template's legend.
+        literal: tensors whose sizes and strides are written into the source, as Inductor does where
+            they are static; without it they are arguments.
+    """
+    import jinja2
+
+    constants = {"PDL": False, **constants}
+    tensors: list[str] = []
+    sizes: dict[tuple[str, str, int], None] = {}
+    function = f"hsa_{name}"
+
+    def number(tensor: str, kind: str, dim: int) -> str:
+        if literal is not None:
+            return str(getattr(literal[tensor], kind)(dim))
+        sizes[tensor, kind, dim] = None
+        return f"{tensor}_{kind}_{dim}"
+
+    def def_kernel(*names: str) -> str:
+        tensors.extend([*names, "output"])
+        defines = "".join(
+            f"    {key}: tl.constexpr = {value}\n" for key, value in constants.items()
+        )
+        return f"{_HEADER}@triton.jit\ndef {function}(<ARGUMENTS>):\n{defines}"
+
+    def store_output(
+        indices: tuple[str, ...],
+        value: str,
+        mask: str,
+        indent_width: int = 4,
+        val_shape: tuple[str, ...] | None = None,
+    ) -> str:
+        offset = " + ".join(
+            f"({at}) * {number('output', 'stride', dim)}" for dim, at in enumerate(indices)
+        )
+        return f"tl.store(output + ({offset}), {value}, mask={mask})"
+
+    text = (
+        jinja2.Environment(undefined=jinja2.StrictUndefined)
+        .from_string(templates.source(name))
+        .render(
+            def_kernel=def_kernel,
+            size=lambda tensor, dim: number(tensor, "size", dim),
+            stride=lambda tensor, dim: number(tensor, "stride", dim),
+            store_output=store_output,
+            **constants,
+        )
+    )
+    arguments = [*tensors, *(f"{tensor}_{kind}_{dim}" for tensor, kind, dim in sizes)]
+    return Rendered(
+        text.replace("<ARGUMENTS>", ", ".join(arguments)), function, tuple(tensors), tuple(sizes)
+    )
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="hsa_kernels_")
+
+
+@cache
+def _load(rendered: Rendered) -> Callable[..., Any]:
+    """The ``triton.jit`` function; Triton reads its source from a file."""
+    path = Path(_folder().name) / f"k{sha256(rendered.source.encode()).hexdigest()[:24]}.py"
+    path.write_text(rendered.source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, rendered.function)
+
+
+def launch(
+    name: str,
+    constants: Constants,
+    config: Config,
+    inputs: Mapping[str, Tensor],
+    output: Tensor,
+    grid: tuple[int, int, int],
+    literal: bool = False,
+) -> Tensor:
+    """Run one kernel over ``inputs`` (its tensors by name), into ``output``, which is returned."""
+    tensors = {**inputs, "output": output}
+    rendered = render(name, {**constants, **config.blocks}, tensors if literal else None)
+    numbers = [getattr(tensors[tensor], kind)(dim) for tensor, kind, dim in rendered.sizes]
+    kernel: Any = _load(rendered)
+    kernel[grid](
+        *(tensors[tensor] for tensor in rendered.tensors),
+        *numbers,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return output
+
+
+def compile_ahead(
+    name: str,
+    constants: Constants,
+    config: Config,
+    inputs: Mapping[str, Tensor],
+    output: Tensor,
+    backend: str = "cuda",
+    arch: int | str = 90,
+    literal: bool = True,
+) -> Any:
+    """Compile one kernel for a GPU that need not be there; returns Triton's compiled kernel.
+
+    ``inputs`` and ``output`` may be meta tensors: dtypes, sizes and strides are all that is used.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    tensors = {**inputs, "output": output}
+    rendered = render(name, {**constants, **config.blocks}, tensors if literal else None)
+    signature = {tensor: f"*{_TRITON_TYPES[tensors[tensor].dtype]}" for tensor in rendered.tensors}
+    signature |= {f"{tensor}_{kind}_{dim}": "i32" for tensor, kind, dim in rendered.sizes}
+    aligned: Any = {(at,): [["tt.divisibility", 16]] for at in range(len(rendered.tensors))}
+    source = ASTSource(fn=_load(rendered), signature=signature, constexprs={}, attrs=aligned)
+    return triton.compile(
+        source,
+        target=GPUTarget(backend, arch, 32 if backend == "cuda" else 64),
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+
+
+_TRITON_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def rows_of(mask: Tensor) -> Rows:
+    """How a packed mask or bias ``[Bm, Hm, ...]`` is laid out."""
+    return Rows(batch=mask.shape[0] > 1, heads=mask.shape[1] > 1)
+
+
+def summarize(
+    keys: Tensor,
+    bits: Tensor,
+    position: Tensor,
+    summary: Tensor,
+    covered: Tensor,
+    algorithm: str,
+    page_size: int,
+    config: Config | None = None,
+) -> None:
+    """``hsa::summarize``."""
+    batch, kv_heads, _, dim = keys.shape
+    group = max(1, bits.shape[1] // kv_heads)
+    constants = options.summarize(
+        algorithm, kv_heads, group, dim, page_size, rows_of(bits), position.numel() > 1
+    )
+    config = config or options.summarize_configs(page_size, dim)[0]
+    launch(
+        "summarize",
+        constants,
+        config,
+        {"keys": keys, "bits": bits, "position": position, "summary": summary, "covered": covered},
+        torch.empty((batch, kv_heads), dtype=torch.int32, device=keys.device),
+        grids.summarize(batch, kv_heads, summary.shape[2], config.blocks),
+    )
+
+
+def page_scores(
+    q: Tensor, summary: Tensor, bits: Tensor, algorithm: str, config: Config | None = None
+) -> Tensor:
+    """Scores ``[B, Hq, P]`` of all query heads over all pages that hold an attendable token."""
+    batch, query_heads, _, dim = q.shape
+    kv_heads, pages = summary.shape[1:3]
+    config = (
+        config
+        or options.page_scores_configs(
+            summary.element_size(), summary.shape[3], batch * kv_heads, pages
+        )[0]
+    )
+    return launch(
+        "page_scores",
+        options.page_scores(algorithm, kv_heads, query_heads // kv_heads, dim, rows_of(bits)),
+        config,
+        {"q": q, "summary": summary, "bits": bits},
+        torch.empty((batch, query_heads, pages), dtype=torch.float32, device=q.device),
+        grids.page_scores(batch, kv_heads, pages, config.blocks),
+    )
+
+
+def select(
+    q: Tensor,
+    summary: Tensor,
+    bits: Tensor,
+    scale: float,
+    algorithm: str,
+    page_size: int,
+    slots: int,
+    budget_pages: int,
+    fraction: int,
+    sink: int,
+    recent: int,
+    group_reduce: str,
+    known_pages: bool = True,
+    config: Config | None = None,
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``hsa::select``; without ``known_pages`` as where the number of pages is symbolic."""
+    batch, query_heads = q.shape[:2]
+    kv_heads, pages = summary.shape[1:3]
+    if scores is None:
+        scores = page_scores(q, summary, bits, algorithm)
+    constants = options.top_pages(
+        scale, group_reduce, kv_heads, query_heads // kv_heads, page_size, rows_of(bits),
+        budget_pages, fraction, sink, recent, pages if known_pages else None,
+    )  # fmt: skip
+    config = (
+        config or options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"]))[0]
+    )
+    ids = torch.empty((batch, kv_heads, slots), dtype=torch.int32, device=q.device)
+    inputs = {"scores": scores, "bits": bits, "ids": ids}
+    if not {**constants, **config.blocks}["SINGLE"]:
+        inputs["order"] = torch.empty((batch, kv_heads, pages), dtype=torch.int32, device=q.device)
+    counts = launch(
+        "top_pages",
+        constants,
+        config,
+        inputs,
+        torch.empty((batch, kv_heads, 2), dtype=torch.int64, device=q.device),
+        grids.top_pages(batch, kv_heads, constants),
+    )
+    return ids, counts
+
+
+def sparse_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    bits: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    page_size: int,
+    splits: int | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``hsa::sparse_attention``."""
+    batch, query_heads, _, dim = q.shape
+    kv_heads, value_dim = keys.shape[1], values.shape[-1]
+    if splits is None:
+        splits = options.attention_splits(
+            batch * kv_heads, ids.shape[-1], page_size, processors(q.device)
+        )
+    constants = options.sparse_attention(
+        scale, kv_heads, query_heads // kv_heads, dim, value_dim, page_size, rows_of(bits),
+        None if bias is None else rows_of(bias), splits,
+    )  # fmt: skip
+    config = (
+        config
+        or options.sparse_attention_configs(
+            q.element_size() * options.dim_pad(max(dim, value_dim)),
+            page_size,
+            page_size * ids.shape[-1] // splits,
+        )[0]
+    )
+    part_lse = torch.empty((batch, query_heads, splits), dtype=torch.float32, device=q.device)
+    inputs = {"q": q, "keys": keys, "values": values, "ids": ids, "bits": bits, "lse": part_lse}
+    if bias is not None:
+        inputs["bias"] = bias
+    acc = torch.empty((batch, query_heads, splits, value_dim), dtype=torch.float32, device=q.device)
+    launch(
+        "sparse_attention",
+        constants,
+        config,
+        inputs,
+        acc,
+        grids.sparse_attention(batch, kv_heads, constants),
+    )
+    lse = torch.empty((batch, query_heads, 1), dtype=torch.float32, device=q.device)
+    config = options.merge_splits_configs(value_dim, splits)[0]
+    out = launch(
+        "merge_splits",
+        options.merge_splits(query_heads, value_dim, splits),
+        config,
+        {"acc": acc, "part_lse": part_lse, "lse": lse},
+        torch.empty((batch, query_heads, 1, value_dim), dtype=q.dtype, device=q.device),
+        grids.merge_splits(batch, query_heads, value_dim, config.blocks),
+    )
+    return out, lse
+
+
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; what a small GPU has, where there is none."""
+    if device.type != "cuda":
+        return 16
+    return torch.cuda.get_device_properties(device).multi_processor_count

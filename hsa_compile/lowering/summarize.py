@@ -1,0 +1,55 @@
+"""Inductor's lowering of ``hsa::summarize``."""
+
+from typing import Any
+
+import torch
+
+from .. import compat
+from . import kernels, options
+from .kernels import eager, emit, rows_of
+from .limits import kernel_limits
+
+
+def lower(
+    keys: Any, bits: Any, position: Any, summary: Any, covered: Any, algorithm: str, page_size: int
+) -> None:
+    op = torch.ops.hsa.summarize.default
+    args = (keys, bits, position, summary, covered, algorithm, page_size)
+    device = keys.get_device()
+    if not kernels.run_on(device):
+        return eager(op, None, *args)
+    batch, kv_heads, _, dim = keys.get_size()
+    kv_heads, dim = compat.static_int(kv_heads), compat.static_int(dim)
+    group = max(1, compat.static_int(bits.get_size()[1]) // kv_heads)
+    reason = kernel_limits(keys.get_dtype(), dim, dim, group, page_size)
+    if summary.get_dtype() != keys.get_dtype():
+        reason = reason or f"summaries are {summary.get_dtype()}, keys {keys.get_dtype()}"
+    written = [compat.realize_in_place(summary), compat.realize_in_place(covered)]
+    if None in written:
+        reason = reason or "the state to be written is not a plain view of a buffer"
+    if reason is not None:
+        return eager(op, reason, *args)
+    emit(
+        "summarize",
+        options.summarize(
+            algorithm,
+            kv_heads,
+            group,
+            dim,
+            page_size,
+            rows_of(bits),
+            batch_position=not compat.expressions_equal(position.get_size()[0], 1),
+        ),
+        options.summarize_configs(page_size, dim),
+        {
+            "keys": compat.realize(keys),
+            "bits": compat.realize(bits),
+            "position": compat.realize(position),
+            "summary": written[0],
+            "covered": written[1],
+        },
+        compat.contiguous_layout(device, torch.int32, (batch, kv_heads)),
+        (batch, kv_heads, summary.get_size()[2]),
+        writes=("summary", "covered"),
+    )
+    return None
