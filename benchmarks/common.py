@@ -175,7 +175,9 @@ def ratio_table(
             f"{si_seconds(timing.lower)} .. {si_seconds(timing.upper)}",
             "" if name == ours else f"{ratio:.2f}",
         ]
-        table.add_row(*row, *([notes.get(name, "")] if notes else []), style="bold" if name == ours else "")
+        table.add_row(
+            *row, *([notes.get(name, "")] if notes else []), style="bold" if name == ours else ""
+        )
     return table
 
 
@@ -186,7 +188,9 @@ def show(*parts: object) -> None:
         console.print(part)
 
 
-def write_json(name: str, results: Iterable[Mapping[str, object]], path: Path | None = None, **more: object) -> Path:
+def write_json(
+    name: str, results: Iterable[Mapping[str, object]], path: Path | None = None, **more: object
+) -> Path:
     """Write ``benchmarks/results/<name>.json``: machine, versions, ``more``, and the results."""
     path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

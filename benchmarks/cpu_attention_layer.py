@@ -75,7 +75,11 @@ def grouped_without_mask(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) 
 def folded(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """The group as query length: legal for one token and one mask, and what keeps keys from being read group times."""
     rows = q.unflatten(1, (keys.shape[1], -1)).squeeze(3)
-    return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask).flatten(1, 2).unsqueeze(2)
+    return (
+        F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+        .flatten(1, 2)
+        .unsqueeze(2)
+    )
 
 
 def folded_without_mask(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -108,7 +112,14 @@ class Attention(nn.Module):
         self.attend = attend
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, mask: Tensor, keys: Tensor, values: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        mask: Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> Tensor:
         keys.index_copy_(2, position, k)
         values.index_copy_(2, position, v)
@@ -149,7 +160,10 @@ def measure(shape: Shape, arguments: argparse.Namespace) -> dict[str, object]:
     policy = {"default": {"budget": shape.budget, "page_size": arguments.page_size}}
     steps: dict[str, Callable[..., Tensor]] = {
         OURS: torch.compile(
-            Attention(repeat_kv), backend="hsa", dynamic=False, options={"policy": policy, "strict": True}
+            Attention(repeat_kv),
+            backend="hsa",
+            dynamic=False,
+            options={"policy": policy, "strict": True},
         )
     }
     for name, attend in SPELLINGS.items():
@@ -167,7 +181,9 @@ def measure(shape: Shape, arguments: argparse.Namespace) -> dict[str, object]:
             run.caches = dense.caches
         runs[name] = run
     with torch.no_grad():
-        timings = common.compare(runs, arguments.rounds, 2 * arguments.layers, seconds=arguments.seconds)
+        timings = common.compare(
+            runs, arguments.rounds, 2 * arguments.layers, seconds=arguments.seconds
+        )
     peer = min((name for name in timings if name != OURS), key=lambda name: timings[name].median)
     common.show(
         common.ratio_table(str(shape), timings, OURS),
@@ -199,12 +215,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--budget", type=int, default=2048, help="tokens")
     parser.add_argument("--page-size", type=int, default=32, choices=[16, 32, 64])
-    parser.add_argument("--layers", type=int, default=3, help="caches that are stepped through in turn")
+    parser.add_argument(
+        "--layers", type=int, default=3, help="caches that are stepped through in turn"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.1, help="of each candidate in a round")
-    parser.add_argument("--ahead", type=int, default=512, help="free tokens of the cache at the start")
+    parser.add_argument(
+        "--ahead", type=int, default=512, help="free tokens of the cache at the start"
+    )
     parser.add_argument("--fast-peers", action="store_true", help="leave out repeat_kv")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu_attention_layer.json")
+    parser.add_argument(
+        "--json", type=Path, help="default: benchmarks/results/cpu_attention_layer.json"
+    )
     return parser.parse_args(argv)
 
 

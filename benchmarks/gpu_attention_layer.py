@@ -1,6 +1,6 @@
 """One layer's decode attention on a GPU: the ops through Inductor, against dense SDPA in the same run.
 
-    python benchmarks/gpu_attention_layer.py --json benchmarks/results/gpu_attention_layer.json
+    python -m benchmarks.gpu_attention_layer
 
 Every figure is the time of one layer inside a CUDA graph that runs through several layers with caches of their own,
 as a model does, so that no cache or summary is still in L2 when its turn comes; the median over many replays.
@@ -8,23 +8,26 @@ Before anything is timed, results are checked against the eager ops and against 
 """
 
 import argparse
-import json
-import platform
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks import common
 from hsa_compile import algorithms, compat, lowering, ops
 
 ALGORITHM = "cuboid"
 SINK, RECENT = 1, 32
+Step = Callable[..., Any]
+WHOLE, SELECT_ATTEND = "summarize + select + attend", "select + attend"
+DENSE, REBUILD = "dense SDPA (enable_gqa)", "the same after a prefill: all pages summarised"
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,11 @@ def make_layer(case: Case) -> Layer:
     )
 
 
-def compiled(function: Callable[..., object], max_autotune: bool) -> Callable[..., object]:
+def compiled(function: Step, max_autotune: bool) -> Step:
     """``function`` through Inductor with the ops' lowerings, and no compile cache."""
     patches = {"max_autotune": max_autotune, "force_disable_caches": True}
 
-    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Step:
         lowering.register()
         return compat.compile_with_inductor(
             gm, inputs, patches, ops.DECOMPOSITIONS, f"{__file__} {time.time()}"
@@ -93,7 +96,7 @@ def compiled(function: Callable[..., object], max_autotune: bool) -> Callable[..
     return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
 
 
-def sparse_step(case: Case, with_summary: bool) -> Callable[..., object]:
+def sparse_step(case: Case, with_summary: bool) -> Step:
     scale = case.dim**-0.5
 
     def step(layer: Layer, bits: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,9 +120,7 @@ def dense_step(layer: Layer) -> Tensor:
     return F.scaled_dot_product_attention(layer.q, layer.keys, layer.values, enable_gqa=True)
 
 
-def check(
-    case: Case, layer: Layer, bits: Tensor, position: Tensor, step: Callable[..., object]
-) -> None:
+def check(case: Case, layer: Layer, bits: Tensor, position: Tensor, step: Step) -> None:
     """Compare one compiled step with the eager ops, and its selection with the rule in fp64."""
     fresh = Layer(
         layer.q,
@@ -144,7 +145,8 @@ def check(
     )
     logits = scale * torch.matmul(query, layer.summary.double().mT)
     rank = torch.logsumexp(logits - torch.logsumexp(logits, -1, keepdim=True), -2)
-    rank[..., 0] = rank[..., -1] = float("inf")
+    recent_pages = max(1, RECENT // case.page_size)
+    rank[..., 0] = rank[..., -recent_pages:] = float("inf")
     chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, ids.long(), True)
     assert (ids >= 0).all() and (chosen.sum(-1) == case.slots).all(), "wrong number of pages"
     assert (ids.diff(dim=-1) > 0).all(), "ids are not ascending"
@@ -164,8 +166,18 @@ def check(
     assert error < 1e-2, f"attention is off by {error:.1e}"
 
 
-def graph_times(run: Callable[[], None], layers: int, replays: int) -> list[float]:
-    """Microseconds a layer, one number a replay of a CUDA graph of ``run``."""
+@dataclass(frozen=True)
+class Measured:
+    """Seconds a layer of a CUDA graph, and microseconds a layer of each kernel in it."""
+
+    timing: common.Timing
+    kernels: dict[str, float]
+
+
+def measure_graph(run: Callable[[], None], layers: int, replays: int) -> Measured:
+    """Capture ``run``, which goes through ``layers`` layers, and time its replays one by one."""
+    from torch.profiler import ProfilerActivity, profile
+
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -176,141 +188,122 @@ def graph_times(run: Callable[[], None], layers: int, replays: int) -> list[floa
         run()
     for _ in range(5):
         graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / layers)
-    graph_times.last = graph  # type: ignore[attr-defined]  # kept alive for the profiler
-    return times
-
-
-def kernel_times(layers: int) -> dict[str, float]:
-    """Microseconds a layer of each kernel in the graph timed last."""
-    from torch.profiler import ProfilerActivity, profile
-
-    graph = graph_times.last  # type: ignore[attr-defined]
+    seconds = [common.cuda_seconds_of(graph.replay) / layers for _ in range(replays)]
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(5):
             graph.replay()
         torch.cuda.synchronize()
-    totals: dict[str, float] = defaultdict(float)
+    kernels: dict[str, float] = defaultdict(float)
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            totals[event.name] += event.device_time / (5 * layers)
-    return {name: round(total, 2) for name, total in totals.items() if total > 0.05}
+            kernels[event.name.split("(")[0]] += event.device_time / (5 * layers)
+    return Measured(
+        common.Timing.of(seconds),
+        {name: round(micros, 2) for name, micros in kernels.items() if micros > 0.2},
+    )
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    ordered = sorted(times)
-    return {
-        "median_us": round(statistics.median(ordered), 2),
-        "p10_us": round(ordered[len(ordered) // 10], 2),
-        "p90_us": round(ordered[len(ordered) * 9 // 10], 2),
-    }
-
-
-def measure(case: Case, replays: int, max_autotune: bool) -> dict[str, object]:
-    bytes_a_layer = 2 * case.batch * case.kv_heads * case.tokens * case.dim * 2
-    count = max(4, min(16, int(20e9 // bytes_a_layer)))
+def measure(case: Case, replays: int, max_autotune: bool) -> dict[str, Measured]:
+    layer_bytes = 2 * case.batch * case.kv_heads * case.tokens * case.dim * 2
+    count = max(4, min(16, int(20e9 // layer_bytes)))
     layers = [make_layer(case) for _ in range(count)]
     word = (1 << case.page_size) - 1 if case.page_size < 64 else -1
     bits = torch.full((1, 1, case.pages), word, device="cuda")
     position = torch.full((1,), case.tokens // 2, device="cuda")
-    result: dict[str, object] = {"case": vars(case), "layers": count}
-
-    with_summary = compiled(sparse_step(case, with_summary=True), max_autotune)
-    for layer in layers:
-        check(case, layer, bits, position, with_summary)
+    whole = compiled(sparse_step(case, with_summary=True), max_autotune)
+    select_attend = compiled(sparse_step(case, with_summary=False), max_autotune)
+    check(case, layers[0], bits, position, whole)
+    for layer in layers[1:]:
+        whole(layer, bits, position)
     position.add_(1)
 
-    def run_with_summary() -> None:
+    def run_whole() -> None:
         for layer in layers:
-            with_summary(layer, bits, position)
+            whole(layer, bits, position)
         position.add_(1)
 
-    result["summarize_select_attend"] = summary(graph_times(run_with_summary, count, replays))
-    result["kernels"] = kernel_times(count)
-    select_attend = compiled(sparse_step(case, with_summary=False), max_autotune)
+    def run_rebuild() -> None:
+        for layer in layers:
+            layer.covered.fill_(-1)
+            whole(layer, bits, position)
 
     def run_select_attend() -> None:
         for layer in layers:
             select_attend(layer, bits, position)
 
-    result["select_attend"] = summary(graph_times(run_select_attend, count, replays))
-
     def run_dense() -> None:
         for layer in layers:
             dense_step(layer)
 
-    result["dense"] = summary(graph_times(run_dense, count, max(10, replays // 5)))
+    few = max(10, replays // 5)
+    return {
+        WHOLE: measure_graph(run_whole, count, replays),
+        SELECT_ATTEND: measure_graph(run_select_attend, count, replays),
+        DENSE: measure_graph(run_dense, count, few),
+        REBUILD: measure_graph(run_rebuild, count, few),
+    }
 
-    def run_rebuild() -> None:
-        for layer in layers:
-            layer.covered.fill_(-1)
-            with_summary(layer, bits, position)
 
-    result["rebuild_select_attend"] = summary(
-        graph_times(run_rebuild, count, max(10, replays // 5))
+def table_of(case: Case, measured: dict[str, Measured]) -> Table:
+    table = common.ratio_table(
+        str(case), {name: held.timing for name, held in measured.items()}, ours=WHOLE
     )
-    return result
+    table.caption = "\n".join(
+        f"{micros:8.2f} us  {name}" for name, micros in measured[WHOLE].kernels.items()
+    )
+    return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """The named batches at every page size, and the longer caches with pages of 32."""
+    first, *longer = arguments.tokens
+    short = [
+        Case(batch, first, page, arguments.budget)
+        for batch in arguments.batch
+        for page in arguments.page_size
+    ]
+    return short + [
+        Case(batch, tokens, 32, arguments.budget) for tokens in longer for batch in arguments.batch
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, nargs="+", default=[65536, 131072])
     parser.add_argument("--page-size", type=int, nargs="+", default=[16, 32, 64])
-    parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--replays", type=int, default=200)
+    parser.add_argument("--budget", type=int, default=2048, help="tokens")
+    parser.add_argument("--replays", type=int, default=100)
     parser.add_argument(
-        "--max-autotune", action="store_true", help="time the kernels' configurations first"
+        "--max-autotune", action="store_true", help="time the kernels' configurations"
     )
+    parser.add_argument("--quick", action="store_true", help="64K tokens and pages of 32 only")
     parser.add_argument(
-        "--quick", action="store_true", help="batch 1 and 8, 64K tokens, pages of 32 only"
+        "--json", type=Path, help="default: benchmarks/results/gpu_attention_layer.json"
     )
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
+    if arguments.quick:
+        arguments.tokens, arguments.page_size = [65536], [32]
     torch.manual_seed(0)
-    wanted = [
-        Case(batch, tokens, page_size, args.budget)
-        for tokens in args.tokens
-        for batch in args.batch
-        for page_size in args.page_size
-        if page_size == 32 or tokens == args.tokens[0]
-    ]
-    if args.quick:
-        wanted = [Case(1, 65536, 32, args.budget), Case(8, 65536, 32, args.budget)]
     results = []
-    print(f"{'case':58} {'select+attend':>14} {'+ summarize':>12} {'dense':>9} {'ratio':>7}")
-    for case in wanted:
-        result = measure(case, args.replays, args.max_autotune)
-        results.append(result)
-        figures = {
-            name: value["median_us"] for name, value in result.items() if "median_us" in str(value)
-        }  # type: ignore[index]
-        print(
-            f"{case!s:58} {figures['select_attend']:14.1f} {figures['summarize_select_attend']:12.1f} "
-            f"{figures['dense']:9.1f} {figures['dense'] / figures['summarize_select_attend']:7.1f}"
+    for case in cases(arguments):
+        measured = measure(case, arguments.replays, arguments.max_autotune)
+        common.show(table_of(case, measured))
+        results.append(
+            {
+                "case": asdict(case),
+                "timings": {name: held.timing.as_dict() for name, held in measured.items()},
+                "kernels_us": {name: held.kernels for name, held in measured.items()},
+                "times_faster_than_dense": round(
+                    measured[DENSE].timing.median / measured[WHOLE].timing.median, 2
+                ),
+            }
         )
-        for name, micros in sorted(result["kernels"].items(), key=lambda item: -item[1]):  # type: ignore[attr-defined]
-            print(f"    {micros:8.2f} us  {name}")
         torch.cuda.empty_cache()
-    if args.json:
-        machine = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": __import__("triton").__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+    path = common.write_json("gpu_attention_layer", results, arguments.json)
+    common.show(f"written to {path}")
 
 
 if __name__ == "__main__":

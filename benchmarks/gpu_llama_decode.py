@@ -2,9 +2,12 @@
 
 Random weights and a random KV cache (the time of a step does not depend on their values), Hugging Face ``StaticCache``,
 CUDA graphs (``mode="reduce-overhead"``). Beside the measurements stand the floor, the same model with attention
-removed, and the honest dense best, that floor plus the KV cache once at the measured copy bandwidth.
+removed, and the honest dense best: that floor plus the KV cache once at the measured copy bandwidth.
 
-    python -m benchmarks.gpu_llama_decode --out results.json [--layers 32] [--tokens 65536] [--batch 1 8]
+A *step* is measured as decoding runs: many are issued without waiting for each. *step_alone* waits for every one, and
+so adds the time in which Python launches it.
+
+    python -m benchmarks.gpu_llama_decode [--layers 32] [--tokens 65536] [--batch 1 8]
 """
 
 from __future__ import annotations
@@ -12,34 +15,18 @@ from __future__ import annotations
 import argparse
 import gc
 import inspect
-import json
-import platform
-import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 
 import hsa_compile
+from benchmarks import common
 
-
-def environment() -> dict[str, str]:
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def median_and_spread(times: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(times), "min": min(times), "max": max(times)}
-
-
-def write_json(path: str, data: object) -> None:
-    with open(path, "w") as file:
-        json.dump(data, file, indent=1)
+HEADS, KV_HEADS, SIZE = 32, 8, 128
 
 
 def build(layers: int, tokens: int) -> Any:
@@ -47,11 +34,11 @@ def build(layers: int, tokens: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=4096,
+        hidden_size=HEADS * SIZE,
         intermediate_size=14336,
         num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
         vocab_size=128256,
         max_position_embeddings=2 * tokens,
         rope_theta=500000.0,
@@ -64,8 +51,8 @@ def build(layers: int, tokens: int) -> Any:
     return model
 
 
-def filled_cache(model: Any, batch: int, tokens: int, room: int) -> Any:
-    """A ``StaticCache`` that holds ``tokens`` random tokens and has room for more."""
+def filled_cache(model: Any, batch: int, tokens: int, room: int) -> tuple[Any, str]:
+    """A ``StaticCache`` of ``tokens`` random tokens with room for more, and what the model calls its cache."""
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=tokens + room)
@@ -76,38 +63,18 @@ def filled_cache(model: Any, batch: int, tokens: int, room: int) -> Any:
             for tensor in (layer.keys, layer.values):
                 for row in tensor:
                     row.normal_()
-            length = getattr(layer, "cumulative_length", None)
-            if length is not None:
-                length.fill_(tokens)
+            layer.cumulative_length.fill_(tokens)
     return cache, name
 
 
-def time_steps(step: Callable[[], Any], warmup: int, steps: int) -> list[float]:
-    """Milliseconds of each step, by events."""
-    for _ in range(warmup):
-        step()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(steps):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return times
+def together(step: Callable[[], Any], rounds: int, steps: int) -> list[float]:
+    """Seconds a step when ``steps`` of them are issued without waiting; one value a round."""
 
+    def several() -> None:
+        for _ in range(steps):
+            step()
 
-def throughput_steps(step: Callable[[], Any], steps: int) -> float:
-    """Milliseconds a step when steps are issued back to back."""
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(steps):
-        step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / steps
+    return [common.cuda_seconds_of(several) / steps for _ in range(rounds)]
 
 
 def kernel_times(step: Callable[[], Any], steps: int = 3, most: int = 25) -> dict[str, list[float]]:
@@ -119,14 +86,13 @@ def kernel_times(step: Callable[[], Any], steps: int = 3, most: int = 25) -> dic
             step()
         torch.cuda.synchronize()
     rows = sorted(profiler.key_averages(), key=lambda row: -row.device_time_total)[:most]
-    found = {row.key[:80]: [row.device_time_total / steps, row.count / steps] for row in rows}
-    for name, (micros, count) in found.items():
-        print(f"  {micros:10.1f} us {count:6.1f} x  {name}", flush=True)
-    return found
+    return {
+        row.key[:80]: [round(row.device_time_total / steps, 1), row.count / steps] for row in rows
+    }
 
 
 def without_attention(model: Any) -> None:
-    """Replace attention by a view of the query, so that everything else of a step stays."""
+    """Replace attention by its query, so that everything else of a step stays."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def nothing(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
@@ -136,23 +102,26 @@ def without_attention(model: Any) -> None:
     model.config._attn_implementation = "nothing"
 
 
-def measure(model: Any, batch: int, args: argparse.Namespace, variant: str) -> dict[str, Any]:
+def compiled_variant(model: Any, variant: str, args: argparse.Namespace) -> Any:
+    if variant != "hsa":
+        return torch.compile(model, mode="reduce-overhead")
+    policy = {"budget": args.budget, "page_size": args.page}
+    options = {"policy": policy, "mode": "reduce-overhead", "strict": True}
+    return torch.compile(model, backend="hsa", options=options)
+
+
+def measure(
+    model: Any, batch: int, args: argparse.Namespace, variant: str
+) -> tuple[dict[str, Any], common.Timing]:
     """Compile one variant and time its steps."""
     torch._dynamo.reset()
     counters.clear()
     gc.collect()
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     cache, name = filled_cache(model, batch, args.tokens, 512)
     ids = torch.zeros((batch, 1), dtype=torch.long, device="cuda")
-    if variant == "hsa":
-        options = {
-            "policy": {"budget": args.budget, "page_size": args.page},
-            "mode": "reduce-overhead",
-            "strict": True,
-        }
-        compiled = torch.compile(model, backend="hsa", options=options)
-    else:
-        compiled = torch.compile(model, mode="reduce-overhead")
+    compiled = compiled_variant(model, variant, args)
 
     def step() -> Any:
         with torch.no_grad():
@@ -162,91 +131,86 @@ def measure(model: Any, batch: int, args: argparse.Namespace, variant: str) -> d
     step()
     torch.cuda.synchronize()
     compile_s = time.perf_counter() - begin
-    times = time_steps(step, 8, args.steps)
+    for _ in range(8):
+        step()
+    torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
-    back_to_back = throughput_steps(step, args.steps)
-    result = {
+    timing = common.Timing.of(together(step, args.rounds, args.steps))
+    alone = common.Timing.of([common.cuda_seconds_of(step) for _ in range(args.steps)])
+    result: dict[str, Any] = {
         "variant": variant,
         "batch": batch,
         "tokens": args.tokens,
-        **median_and_spread(times),
-        "back_to_back_ms": back_to_back,
-        "compile_s": compile_s,
+        "step": timing.as_dict(),
+        "step_alone": alone.as_dict(),
+        "compile_s": round(compile_s, 1),
         "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
         "graphs": counters["stats"]["unique_graphs"],
         "growth_bytes": torch.cuda.memory_allocated() - held,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
     }
     if args.profile:
         result["kernels"] = kernel_times(step)
     if variant == "hsa":
-        result["tokens_read_a_step"] = [
-            layer.tokens_read / layer.steps for layer in hsa_compile.stats(compiled).layers
-        ][:2]
-    print(
-        variant,
-        batch,
-        {k: v for k, v in result.items() if k not in ("variant", "batch")},
-        flush=True,
-    )
-    return result
+        layer = hsa_compile.stats(compiled).layers[0]
+        result["tokens_read_a_step"] = layer.tokens_read / layer.steps
+    print(result, flush=True)
+    return result, timing
 
 
 def copy_bandwidth() -> float:
     """Bytes read and written a second by a large device-to-device copy."""
     a = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
     b = torch.empty_like(a)
-    times = time_steps(lambda: b.copy_(a), 3, 10)
-    return 2 * a.nbytes / (sorted(times)[len(times) // 2] * 1e-3)
+    times = [common.cuda_seconds_of(lambda: b.copy_(a)) for _ in range(12)]
+    return 2 * a.nbytes / common.Timing.of(times[2:]).median
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--page", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--variants", nargs="+", default=["hsa", "inductor", "no_attention"])
-    parser.add_argument("--profile", action="store_true", help="list the kernels that take longest")
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--budget", type=int, default=2048, help="tokens")
+    parser.add_argument("--page", type=int, default=32, help="tokens")
+    parser.add_argument("--steps", type=int, default=20, help="a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--variants", nargs="+", default=["hsa", "no_attention", "inductor"])
+    parser.add_argument("--profile", action="store_true", help="add the longest kernels")
+    parser.add_argument(
+        "--json", type=Path, help="default: benchmarks/results/gpu_llama_decode.json"
+    )
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     model = build(args.layers, args.tokens)
+    attention = model.config._attn_implementation
     rows: list[dict[str, Any]] = []
-
-    def save() -> None:
-        write_json(
-            args.out, {"environment": environment(), "copy_bytes_per_s": bandwidth, "rows": rows}
-        )
-
+    timings: dict[int, dict[str, common.Timing]] = {batch: {} for batch in args.batch}
+    kv = 2 * args.layers * KV_HEADS * SIZE * 2 * args.tokens
     for variant in args.variants:
+        model.config._attn_implementation = attention
         if variant == "no_attention":
             without_attention(model)
         for batch in args.batch:
-            try:
-                rows.append(measure(model, batch, args, variant))
-            except torch.cuda.OutOfMemoryError as error:
-                rows.append(
-                    {"variant": variant, "batch": batch, "error": str(error).splitlines()[0]}
-                )
-            save()
-    kv = 2 * args.layers * 8 * 128 * 2 * args.tokens
-    floors = {
-        row["batch"]: row["median"]
-        for row in rows
-        if row["variant"] == "no_attention" and "median" in row
-    }
-    for batch, floor in floors.items():
-        rows.append(
-            {
-                "variant": "honest dense best",
-                "batch": batch,
-                "median": floor + 1e3 * batch * kv / bandwidth,
+            row, timings[batch][variant] = measure(model, batch, args, variant)
+            rows.append(row)
+            floors = {
+                b: t["no_attention"].median for b, t in timings.items() if "no_attention" in t
             }
-        )
-    save()
+            best = {f"batch {b}": 1e6 * (t + b * kv / bandwidth) for b, t in floors.items()}
+            common.write_json(
+                "gpu_llama_decode",
+                rows,
+                args.json,
+                layers=args.layers,
+                copy_bytes_per_s=bandwidth,
+                honest_dense_best_us=best,
+            )
+    for batch, mine in timings.items():
+        if "hsa" in mine:
+            title = f"Llama-8B shape, {args.tokens} tokens, batch {batch}"
+            common.show(common.ratio_table(title, mine, ours="hsa"))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from hsa_compile.explain import Explanation, report
 from hsa_compile.identity import code_identity
 from hsa_compile.options import Options, parse_options
 from hsa_compile.passes.capture import capture
-from hsa_compile.passes.find_attention import drop_unused_views, find_attention
+from hsa_compile.passes.find_attention import find_attention
 from hsa_compile.passes.find_cache import find_cache
+from hsa_compile.passes.operands import drop_unused_views
 from hsa_compile.passes.plan import plan
 from hsa_compile.passes.rewrite import Rewritten, rewrite
 from hsa_compile.passes.verify import verify

@@ -52,7 +52,7 @@ class Attention:
     ``out = softmax(scale * q k^T + mask) v``, with q ``[B, Hq, L, D]``, k ``[B, Hkv, S, D]`` and v
     ``[B, Hkv, S, Dv]``; repetition of KV heads has been looked through, query head h reads KV head h // (Hq // Hkv).
     ``anchor`` is the SDPA or softmax node, ``scores`` the node that reads the keys, ``out`` the one that reads the
-    values and is replaced.
+    values and is replaced; what it holds is the result ``[B, Hq, L, Dv]`` permuted by ``out_dims``.
     """
 
     where: Where
@@ -64,6 +64,7 @@ class Attention:
     v: fx.Node
     scale: float
     masks: tuple[MaskTerm, ...]
+    out_dims: tuple[int, ...] = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import fx
 
 from hsa_compile.site import Attention, AttentionSite, CacheUpdate, Reject
 
-from .graph_tools import argument, op, same, tensor, value
+from .graph_tools import argument, memory, op, raw_name, same, tensor, value, writes
 
 _VIEWS = frozenset(
     "getitem transpose permute view reshape unsqueeze squeeze narrow select contiguous detach to "
@@ -54,18 +54,22 @@ def find_cache(
         try:
             keys = _trace(item.k, item, order, "keys")
             values = _trace(item.v, item, order, "values")
-            _must_agree(keys, values)
+            _must_agree(keys, values, order)
             sites.append(AttentionSite(item, keys, values))
         except NoCache as reason:
             sites.append(Reject(item.where, str(reason), item.anchor.name))
     return sites
 
 
-def _must_agree(keys: CacheUpdate, values: CacheUpdate) -> None:
+def _must_agree(keys: CacheUpdate, values: CacheUpdate, order: dict[fx.Node, int]) -> None:
     if keys.kind != values.kind:
         raise NoCache(f"the keys are in a {keys.kind} cache and the values in a {values.kind} one")
     if keys.position is not values.position and keys.position != values.position:
         raise NoCache("keys and values are written at different positions")
+    if isinstance(keys.position, fx.Node):
+        first, last = sorted((order[keys.write], order[values.write]))
+        if any(first < order[write] < last for write in writes(memory(keys.position))):
+            raise NoCache("the position changes between the writes of keys and of values")
 
 
 def base_of(node: object) -> fx.Node | None:
@@ -114,13 +118,15 @@ def _static(
     order: dict[fx.Node, int],
     what: str,
 ) -> CacheUpdate:
-    writes = [n for n in order if op(n) in _IN_PLACE and base_of(n.args[0]) is base]
-    if not writes:
+    written = sorted(writes(base), key=order.__getitem__)
+    if not written:
         raise NoCache(
             f"the {what} are an input that this graph does not write: no KV cache is updated here"
         )
     mine: list[CacheUpdate] = []
-    for write in writes:
+    for write in written:
+        if op(write) not in _IN_PLACE:
+            raise NoCache(f"the cache of the {what} is changed in place by `{raw_name(write)}` too")
         try:
             mine.append(_in_place(base, write, read, what))
         except Elsewhere:
@@ -138,16 +144,33 @@ def _static(
 def _in_place(base: fx.Node, write: fx.Node, read: torch.Tensor, what: str) -> CacheUpdate:
     copied = argument(write, 1, "src")
     if op(write) == "copy_" and isinstance(copied, fx.Node) and op(copied) in _FUNCTIONAL:
+        source, target = tensor(copied.args[0]), tensor(write.args[0])
+        if memory(copied.args[0]) is not base or not _same_place(source, target):  # type: ignore[arg-type]
+            raise NoCache(f"the whole cache of the {what} is overwritten with another")
         position, new = _position(copied, read, what)
         return CacheUpdate("static", base, write, new, position, op(copied) + " + copy_")
     position, new = _position(write, read, what)
     return CacheUpdate("static", base, write, new, position, op(write))
 
 
+def _same_place(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two views of the same memory are the same view."""
+    return (
+        a is not None
+        and b is not None
+        and a.ndim == b.ndim
+        and same(a.storage_offset(), b.storage_offset())
+        and all(map(same, a.shape, b.shape))
+        and all(map(same, a.stride(), b.stride()))
+    )
+
+
 def _functional(base: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> CacheUpdate:
     source = base_of(base.args[0])
     if source is None or source.op != "placeholder" or base.args[0] is not source:
         raise NoCache(f"the {what} are a functional update of something that is no graph input")
+    if writes(base):
+        raise NoCache(f"the updated {what} are changed in place")
     position, new = _position(base, read, what)
     if any(op(user) == "copy_" and user.args[0] is source for user in base.users):
         return CacheUpdate("static", source, base, new, position, op(base) + " + copy_")
@@ -182,10 +205,12 @@ def _dynamic(cat: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> Cach
         raise NoCache(f"more than one token is appended to the {what}")
     output = next(iter(reversed(cat.graph.nodes)))
     if cat not in output.all_input_nodes:
+        if any(memory(node) is cat for node in output.all_input_nodes):
+            raise NoCache(f"only a part of the concatenated {what} is kept (a sliding window)")
         raise NoCache(
             f"the concatenated {what} are not returned: no cache lives on after this step"
         )
-    if any(user not in (cat, output) and op(user) in _IN_PLACE for user in old.users):
+    if writes(old) or writes(cat):
         raise NoCache(f"the {what} are written in place and concatenated")
     return CacheUpdate("dynamic", old, cat, new, None, "cat")
 
@@ -279,6 +304,11 @@ def _token_index(
         if same(target.stride(dim), read.stride(2)) and not same(target.shape[dim], 1):
             picked.append(item)
         elif isinstance(item, int) and not isinstance(item, bool):
+            if any(
+                same(target.stride(dim), read.stride(d)) and not same(read.shape[d], 1)
+                for d in (0, 1, 3)
+            ):
+                raise NoCache(f"only a part of the {what} is written at the new position")
             offset = offset + item * target.stride(dim)
         elif not (
             dim == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
@@ -40,6 +39,14 @@ _ALIASES = {
     "concatenate": "cat",
     "_softmax": "softmax",
 }
+
+
+class Mismatch(Exception):
+    """Raised while matching, with the reason and the node that did not fit."""
+
+    def __init__(self, reason: str, node: fx.Node) -> None:
+        super().__init__(reason)
+        self.node = node
 
 
 def raw_name(node: fx.Node) -> str:
@@ -101,8 +108,48 @@ def number(node: object) -> float | None:
     return None
 
 
-def is_static(size: object) -> bool:
-    return isinstance(size, int)
+_MODIFYING_OPERATORS = frozenset(
+    f"{prefix}{name}{suffix}"
+    for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+    for prefix, suffix in (("i", ""), ("__i", "__"))
+)
+VIEWS = frozenset(
+    "getitem transpose permute view view_as reshape flatten unflatten unsqueeze squeeze narrow select expand expand_as "
+    "chunk split unbind detach contiguous mT getattr to float".split()
+)
+
+
+def modifies(node: fx.Node) -> bool:
+    """Whether a call writes into its first argument."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = raw_name(node)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return name in ("setitem", "__setitem__") or in_place or name in _MODIFYING_OPERATORS
+
+
+def memory(node: fx.Node) -> fx.Node:
+    """The node whose memory a view, or the result of a write in place, stands for."""
+    while (modifies(node) or op(node) in VIEWS) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def writes(node: fx.Node) -> list[fx.Node]:
+    """The calls that write into the memory of ``node``: through it, through views of it, through results of writes."""
+    found: dict[fx.Node, None] = {}
+    frontier = [node]
+    while frontier:
+        held = frontier.pop()
+        for user in held.users:
+            if not user.args or user.args[0] is not held or user in found:
+                continue
+            if modifies(user):
+                found[user] = None
+                frontier.append(user)
+            elif op(user) in VIEWS:
+                frontier.append(user)
+    return list(found)
 
 
 def same(a: object, b: object) -> bool:
@@ -110,15 +157,6 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return compat.statically_known_true(a == b)
-
-
-def users_through(node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """The consumers of a value, looking through every node for which ``passes`` holds."""
-    for user in node.users:
-        if passes(user):
-            yield from users_through(user, passes)
-        else:
-            yield user
 
 
 def where(node: fx.Node, index: int) -> Where:

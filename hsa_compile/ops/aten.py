@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional as F
 from torch.types import IntLikeType
 
 from .. import algorithms
@@ -41,9 +42,21 @@ def popcount(words: Tensor) -> Tensor:
     return (words + (words >> 32)) & 0x7F
 
 
+def _smeared(words: Tensor) -> Tensor:
+    """Every bit below the highest set one, and that one (a negative word has bit 63: all of them)."""
+    for shift in (1, 2, 4, 8, 16, 32):
+        words = words | (words >> shift)
+    return words
+
+
 def _materialise(x: Tensor) -> Tensor:
     """``x`` itself; Inductor computes it once into a buffer instead of anew in every loop that reads it."""
     return x.as_strided(x.shape, x.stride())
+
+
+def _is_traced(x: Tensor) -> bool:
+    """Whether this is Inductor looking at the expression, not a computation."""
+    return isinstance(x, FakeTensor)
 
 
 def _work_dtype(q: Tensor) -> torch.dtype:
@@ -54,11 +67,11 @@ def _dot(query: Tensor, rows: Tensor) -> Tensor:
     """``query [B, H, G, R]`` times ``rows [B, H, *N, R]`` -> ``[B, H, G, *N]``, in the precision of the query."""
     rows = rows.to(query.dtype)
     # Only under Inductor is the product never in memory.
-    if isinstance(query, FakeTensor) and query.shape[2] <= _LOOP_GROUP:
-        for _ in range(rows.dim() - 3):
-            query = query.unsqueeze(2)
-        return (rows.unsqueeze(-2) * query).sum(-1).movedim(-1, 2)
-    return torch.matmul(query, rows.flatten(2, -2).mT).unflatten(-1, rows.shape[2:-1])
+    if not _is_traced(rows) or query.shape[2] > _LOOP_GROUP:
+        return torch.matmul(query, rows.flatten(2, -2).mT).unflatten(-1, rows.shape[2:-1])
+    for _ in range(rows.dim() - 3):
+        query = query.unsqueeze(2)
+    return (rows.unsqueeze(-2) * query).sum(-1).movedim(-1, 2)
 
 
 def _by_group(x: Tensor, kv_heads: int) -> Tensor:
@@ -69,37 +82,77 @@ def _by_group(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _largest(rank: Tensor, present: Tensor, count: IntLikeType) -> tuple[Tensor, Tensor]:
-    """The first ``count`` present pages by rank, ties to the lower index: pages and which are valid, ``[B, H, count]``."""
-    pages = rank.shape[-1]
-    index = torch.arange(pages, device=rank.device)
+    """The first ``count`` present pages by rank, ties to the lower index, and which are valid: ``[B, H, count]``."""
+    index = torch.arange(rank.shape[-1], device=rank.device)
     if rank.dtype == torch.float64:
-        order = torch.sort(rank.masked_fill(~present, -math.inf), dim=-1, descending=True, stable=True).indices
-        order = order[..., :count]
-        return order, present.expand_as(rank).gather(-1, order)
+        order = torch.sort(
+            rank.masked_fill(~present, -math.inf), dim=-1, descending=True, stable=True
+        )
+        pages = order.indices[..., :count]
+        return pages, present.expand_as(rank).gather(-1, pages)
     # One integer orders by rank, then by index: topk is many times faster than a stable sort, and has no tie rule.
     word = torch.where(rank == 0, 0.0, rank).view(torch.int32)
     word = (word ^ ((word >> 31) & 0x7FFFFFFF)).long()
     key = torch.where(present, (word << _INDEX_BITS) + (2**_INDEX_BITS - 1 - index), _NEVER)
-    if not statically_known_true(count <= pages):
-        key = torch.nn.functional.pad(key, (0, torch.sym_max(count - pages, 0)), value=_NEVER)
-    best = torch.topk(key, count, dim=-1).values
-    return 2**_INDEX_BITS - 1 - (best & (2**_INDEX_BITS - 1)), best != _NEVER
+    best = torch.topk(key, count, dim=-1).values  # type: ignore[arg-type]
+    pages = 2**_INDEX_BITS - 1 - (best & (2**_INDEX_BITS - 1))
+    return torch.where(best != _NEVER, pages, 0), best != _NEVER
 
 
-def _rank(q: Tensor, summary: Tensor, bits: Tensor, scale: float, algorithm: str, group_reduce: str) -> Tensor:
-    """A KV head's score of each page (see ``hsa_compile.ops.select``): ``[B, Hkv, P]`` in fp32, or fp64 for a double q."""
+def _rank(
+    q: Tensor, summary: Tensor, bits: Tensor, scale: float, algorithm: str, group_reduce: str
+) -> Tensor:
+    """Each KV head's score of each page (see ``hsa_compile.ops.select``): ``[B, Hkv, P]``, fp32 or fp64."""
     kv_heads = summary.shape[1]
     work = _work_dtype(q)
     query = algorithms.get(algorithm).expand_query(q[:, :, 0].to(work)).unflatten(1, (kv_heads, -1))
     if group_reduce == "softmax_mean":
         query = query * scale
     scores = _dot(_materialise(query), summary)
-    scores = _materialise(torch.where(_by_group(bits, kv_heads) != 0, scores, -math.inf).contiguous())
+    scores = _materialise(
+        torch.where(_by_group(bits, kv_heads) != 0, scores, -math.inf).contiguous()
+    )
     if group_reduce == "max":
         return scores.amax(-2)
     # A head that attends nothing has no normaliser; the clamp keeps its -inf from becoming nan.
     normaliser = torch.logsumexp(scores, -1, keepdim=True).clamp(min=torch.finfo(work).min)
     return torch.logsumexp(scores - normaliser, -2)
+
+
+def summarize(
+    keys: Tensor,
+    bits: Tensor,
+    position: Tensor,
+    summary: Tensor,
+    covered: Tensor,
+    algorithm: str,
+    page_size: int,
+) -> object:
+    """``hsa::summarize`` for Inductor on a CPU: the page that is written into, in every step, and the bookkeeping.
+
+    Which other pages are stale depends on data; ``hsa::store_summary`` sees to them and mostly finds none.
+    """
+    if keys.device.type != "cpu" or position.dim() != 1 or position.shape[0] != 1:
+        return NotImplemented
+    tokens = keys.shape[2]
+    words = kv_head_words(bits, keys.shape[1])
+    page = position // page_size
+    elsewhere = torch.arange(bits.shape[-1], device=keys.device) != page
+    stale = (covered[..., 0] != words) | (covered[..., 1] != position)
+    others = (stale & elsewhere).any()
+    at = (page * page_size + torch.arange(page_size, device=keys.device)).clamp(max=tokens - 1)
+    word = words.index_select(-1, page)
+    present = unpack(word, page_size).squeeze(-2).unsqueeze(-1)
+    written = torch.where(present, keys.index_select(2, at), 0)
+    written = written.to(torch.promote_types(keys.dtype, torch.float32))
+    fresh = torch.where(word == 0, 0, algorithms.get(algorithm).summarize(written, present))
+    fresh = fresh.to(summary.dtype)
+    torch.ops.hsa.store_summary(
+        keys, bits, position, fresh, others, summary, covered, algorithm, page_size
+    )
+    covered[..., 0].copy_(words)
+    covered[..., 1].copy_(position + 1)
+    return None
 
 
 def select(
@@ -123,17 +176,12 @@ def select(
     index = torch.arange(pages, device=q.device)
     in_page = popcount(union)
     length = in_page.sum(-1)
-    first_page = torch.where(present, index, pages).amin(-1, keepdim=True)
-    last_page = torch.where(present, index, 0).amax(-1, keepdim=True)
-    offsets = torch.arange(page_size, device=q.device)
-    head = unpack(union.gather(-1, first_page.clamp(max=pages - 1)), page_size)
-    tail = unpack(union.gather(-1, last_page), page_size)
-    first = first_page * page_size + torch.where(head, offsets, page_size).amin(-1)
-    last = last_page * page_size + torch.where(tail, offsets, 0).amax(-1)
     begin = index * page_size
-    sinks = (begin < first + sink) & (begin + page_size > first)
-    newest = (begin + page_size > last - recent + 1) | (index == last_page)
-    always = present & ((sinks | newest) if sink else newest)
+    lowest = begin + popcount((union & -union) - 1)
+    highest = begin + popcount(_smeared(union)) - 1
+    first = torch.where(present, lowest, pages * page_size).amin(-1, keepdim=True)
+    last = torch.where(present, highest, -1).amax(-1, keepdim=True)
+    always = present & ((lowest < first + sink) | (highest > last - max(recent, 1)))
     always_count = always.sum(-1, keepdim=True)
     if fraction:
         share = -(-(fraction * length) // (page_size * FRACTION_UNIT))
@@ -142,12 +190,19 @@ def select(
         wanted = always_count.clamp(min=budget_pages)
 
     rank = _rank(q, summary, bits, scale, algorithm, group_reduce)
-    order, valid = _largest(torch.where(always, math.inf, rank), present, slots)
-    kept = valid & (torch.arange(order.shape[-1], device=q.device) < wanted)
-    in_page = in_page.expand(batch, kv_heads, pages).gather(-1, order.clamp(max=pages - 1))
-    counts = torch.stack((torch.where(kept, in_page, 0).sum(-1), length.expand(batch, kv_heads)), -1)
+    # Where the cache is shorter than the budget, its length bounds the work, and padding makes up the shape.
+    count = torch.sym_min(slots, pages)
+    order, valid = _largest(torch.where(always, math.inf, rank), present, count)
+    kept = valid & (torch.arange(count, device=q.device) < wanted)
+    in_page = in_page.expand(batch, kv_heads, pages).gather(-1, order)
+    counts = torch.stack(
+        (torch.where(kept, in_page, 0).sum(-1), length.expand(batch, kv_heads)), -1
+    )
     ids = torch.sort(torch.where(kept, order, pages), -1).values
-    return torch.where(ids < pages, ids, -1).to(torch.int32), counts
+    ids = torch.where(ids < pages, ids, -1).to(torch.int32)
+    if not statically_known_true(slots <= pages):
+        ids = F.pad(ids, (0, slots - count), value=-1)
+    return ids, counts
 
 
 def sparse_attention(
@@ -162,7 +217,13 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """See ``hsa_compile.ops.sparse_attention``."""
     batch, kv_heads, tokens = keys.shape[:3]
-    slots, pages = ids.shape[-1], bits.shape[-1]
+    pages = bits.shape[-1]
+    if not statically_known_true(ids.shape[-1] <= pages):
+        # No more pages are valid than there are, and padding comes last. (A slice would guard on which is smaller.)
+        ids = ids.index_select(
+            -1, torch.arange(torch.sym_min(ids.shape[-1], pages), device=q.device)
+        )
+    slots = ids.shape[-1]
     work = _work_dtype(q)
     page = _materialise(ids.clamp(min=0).long())
     offsets = torch.arange(page_size, device=q.device)
@@ -193,7 +254,12 @@ def sparse_attention(
     total = weights.sum(-1, keepdim=True)
     # Weights of zero do not silence what may be a nan.
     seen = attended(kv_head_words(bits, kv_heads).unsqueeze(2)).squeeze(2)
-    v = torch.where(seen.unsqueeze(-1), values[b, h, at], 0).to(work)
-    out = torch.matmul(weights, v.flatten(2, 3)) / total.clamp(min=torch.finfo(work).tiny)
+    v = _materialise(torch.where(seen.unsqueeze(-1), values[b, h, at], 0).to(work)).flatten(2, 3)
+    out = torch.matmul(weights, v) / total.clamp(min=torch.finfo(work).tiny)
     lse = (largest + torch.log(total)).float().squeeze(-1)
     return out.to(q.dtype).flatten(1, 2).unsqueeze(2), lse.flatten(1, 2).unsqueeze(2)
+
+
+# An op that writes its arguments is functionalised before decompositions are looked up; this is where it is asked for
+# one of its own.
+torch.ops.hsa.summarize.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(summarize)

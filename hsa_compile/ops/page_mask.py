@@ -26,7 +26,8 @@ def attendable(mask: Tensor) -> Tensor:
     """The mask as booleans (see the module's rule), same shape."""
     if mask.dtype == torch.bool:
         return mask
-    return mask > mask.amax(-1, keepdim=True) - MASKED_BELOW
+    # A difference, for a dtype's minimum less the margin would be the minimum again.
+    return mask - mask.amax(-1, keepdim=True) > -MASKED_BELOW
 
 
 def page_mask(mask: Tensor, page_size: int) -> Tensor:

@@ -14,6 +14,9 @@ A page is stale, and is summarised anew over the tokens that any query head of t
 
 Nothing outside the mask is ever read into a summary, so padding and memory that was never written shape nothing.
 A page without attendable tokens gets a summary of zeros; selection never asks for it.
+
+``hsa::store_summary`` is what remains an op on a CPU, where Inductor compiles the rest (``hsa_compile.ops.aten``): the
+write into the summary, which functionalisation would copy in full, and pages whose staleness depends on data.
 """
 
 import torch
@@ -21,15 +24,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import algorithms
-from ._library import define
+from ._library import define, implement
 from .page_mask import unpack
 
 NEVER = -1
-_PAGES_AT_ONCE = 4096
+# Numbers of keys gathered at once in a rebuild: small enough to stay in a core's cache, large enough to hide the calls.
+_NUMBERS_AT_ONCE = 1 << 19
 
 define(
     "summarize(Tensor keys, Tensor bits, Tensor position, Tensor(a!) summary, Tensor(b!) covered, "
     "str algorithm, int page_size) -> ()"
+)
+define(
+    "store_summary(Tensor keys, Tensor bits, Tensor position, Tensor fresh, Tensor others, "
+    "Tensor(a!) summary, Tensor covered, str algorithm, int page_size) -> ()"
 )
 
 
@@ -50,43 +58,101 @@ def per_kv_head(bits: Tensor, batch: int, kv_heads: int) -> Tensor:
     return kv_head_words(bits, kv_heads).expand(batch, kv_heads, bits.shape[-1])
 
 
-def _page_summaries(score: algorithms.PageScore, page: Tensor, present: Tensor) -> Tensor:
-    """Summaries of ``page [..., T, D]``, of which ``present [..., T]`` counts: ``[..., R]``.
+def _page_summaries(
+    score: algorithms.PageScore, page: Tensor, word: Tensor, page_size: int
+) -> Tensor:
+    """Summaries of ``page [..., T, D]``, of which the tokens in ``word [...]`` count: ``[..., R]``.
 
     Each channel is handed over as a page of head size one. Its tokens are then adjacent in memory, and the order in
     which they are added up depends on nothing but T: a page that grew token by token, alone, gets exactly the summary
     that it gets when all pages are rebuilt together.
     """
+    present = unpack(word, page_size).unsqueeze(-2)
     page = page.to(torch.promote_types(page.dtype, torch.float32))
-    channels = torch.where(present.unsqueeze(-2), page.mT, 0).unsqueeze(-1)
-    fresh = score.summarize(channels, present.unsqueeze(-2).unsqueeze(-1)).mT.flatten(-2)
-    return fresh.masked_fill_(~present.any(-1, keepdim=True), 0)
+    channels = torch.where(present, page.mT, 0).unsqueeze(-1)
+    fresh = score.summarize(channels, present.unsqueeze(-1))
+    return fresh.masked_fill_((word == 0).unsqueeze(-1).unsqueeze(-1), 0).mT.flatten(-2)
 
 
 def _refresh_page(
-    keys: Tensor, words: Tensor, page: int, summary: Tensor, score: algorithms.PageScore, page_size: int
+    keys: Tensor,
+    words: Tensor,
+    page: int,
+    summary: Tensor,
+    score: algorithms.PageScore,
+    page_size: int,
 ) -> None:
     """Summarise one page of every row, through views; ``words [Bm, 1 or Hkv, P]``."""
-    begin = page * page_size
-    tokens = keys[:, :, begin : begin + page_size]
-    missing = page_size - tokens.shape[2]
-    if missing:
-        tokens = F.pad(tokens, (0, 0, 0, missing))
-    summary[:, :, page].copy_(_page_summaries(score, tokens, unpack(words[:, :, page], page_size)))
+    tokens = keys[:, :, page * page_size : (page + 1) * page_size]
+    if tokens.shape[2] < page_size:
+        tokens = F.pad(tokens, (0, 0, 0, page_size - tokens.shape[2]))
+    summary.select(2, page).copy_(_page_summaries(score, tokens, words.select(2, page), page_size))
 
 
 def _refresh_pages(
-    keys: Tensor, words: Tensor, stale: Tensor, summary: Tensor, score: algorithms.PageScore, page_size: int
+    keys: Tensor,
+    words: Tensor,
+    stale: Tensor,
+    summary: Tensor,
+    score: algorithms.PageScore,
+    page_size: int,
 ) -> None:
     """Summarise the pages marked in ``stale [B, Hkv, P]``; ``words [B, Hkv, P]``."""
     last = keys.shape[2] - 1
     offsets = torch.arange(page_size, device=keys.device)
-    rows = (index.split(_PAGES_AT_ONCE) for index in stale.nonzero(as_tuple=True))
+    at_once = max(1, _NUMBERS_AT_ONCE // (page_size * keys.shape[3]))
+    rows = (index.split(at_once) for index in stale.nonzero(as_tuple=True))
     for b, h, p in zip(*rows, strict=True):
         at = (p.unsqueeze(-1) * page_size + offsets).clamp(max=last)
         page = keys[b.unsqueeze(-1), h.unsqueeze(-1), at]
-        fresh = _page_summaries(score, page, unpack(words[b, h, p], page_size))
-        summary[b, h, p] = fresh.to(summary.dtype)
+        summary[b, h, p] = _page_summaries(score, page, words[b, h, p], page_size).to(summary.dtype)
+
+
+def _refresh(
+    keys: Tensor,
+    bits: Tensor,
+    position: Tensor,
+    summary: Tensor,
+    covered: Tensor,
+    algorithm: str,
+    page_size: int,
+) -> None:
+    """Bring the summary up to date, but not yet what it covers.
+
+    While a request decodes, the page written into is the only stale one. That case is told apart first and costs no
+    index tensors.
+    """
+    score = algorithms.get(algorithm)
+    words = kv_head_words(bits, keys.shape[1])
+    at = position.reshape(-1, 1, 1)
+    stale = (covered.select(-1, 0) != words) | (covered.select(-1, 1) != at)
+    written = {p // page_size for p in position.tolist()}
+    page = written.pop()
+    if written or page >= words.shape[2]:
+        stale |= torch.arange(words.shape[2], device=words.device) == at // page_size
+    else:
+        _refresh_page(keys, words, page, summary, score, page_size)
+        stale.select(2, page).fill_(False)
+    if stale.any():
+        _refresh_pages(keys, words.expand_as(stale), stale, summary, score, page_size)
+
+
+def store_summary(
+    keys: Tensor,
+    bits: Tensor,
+    position: Tensor,
+    fresh: Tensor,
+    others: Tensor,
+    summary: Tensor,
+    covered: Tensor,
+    algorithm: str,
+    page_size: int,
+) -> None:
+    """Write ``fresh [B, Hkv, R]``, the summary of the page of ``position [1]``; if ``others []``, see to all."""
+    if others.item():
+        _refresh(keys, bits, position, summary, covered, algorithm, page_size)
+    else:
+        summary.select(2, int(position) // page_size).copy_(fresh)
 
 
 def summarize(
@@ -98,28 +164,10 @@ def summarize(
     algorithm: str,
     page_size: int,
 ) -> None:
-    """PyTorch implementation: work in proportion to the stale pages, beside one look at the words.
-
-    While a request decodes, the page written into is the only stale one. That case is told apart first and costs no
-    index tensors.
-    """
-    score = algorithms.get(algorithm)
-    words = kv_head_words(bits, keys.shape[1])
-    at = position.reshape(-1, 1, 1)
-    expected = torch.stack(torch.broadcast_tensors(words, at), -1)
-    wrong = covered != expected
-    written = [p // page_size for p in position.tolist()]
-    if written[0] < words.shape[2] and written.count(written[0]) == len(written):
-        wrong[:, :, written[0]] = False
-        _refresh_page(keys, words, written[0], summary, score, page_size)
-        stale = wrong.any(-1) if wrong.any() else None
-    else:
-        pages = torch.arange(words.shape[2], device=words.device)
-        stale = wrong.any(-1) | (pages == at // page_size)
-    if stale is not None:
-        _refresh_pages(keys, words.expand_as(stale), stale, summary, score, page_size)
-    expected[..., 1] += 1
-    covered.copy_(expected)
+    """PyTorch implementation: work in proportion to the stale pages, beside one look at the words."""
+    _refresh(keys, bits, position, summary, covered, algorithm, page_size)
+    covered.select(-1, 0).copy_(kv_head_words(bits, keys.shape[1]))
+    covered.select(-1, 1).copy_((position + 1).reshape(-1, 1, 1))
 
 
 def fake(
@@ -132,3 +180,6 @@ def fake(
     page_size: int,
 ) -> None:
     return None
+
+
+implement("store_summary", store_summary, lambda *arguments: None)

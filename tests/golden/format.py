@@ -12,19 +12,26 @@ from typing import Any
 import torch
 from torch import fx
 
+from hsa_compile import compat
 from hsa_compile.backend import Lowered, lower_graph
 from hsa_compile.options import parse_options
 from hsa_compile.passes.find_cache import base_of
 from hsa_compile.passes.graph_tools import op, raw_name, tensor, value
 
 _SHORT = {"float32": "f32", "float64": "f64", "int64": "i64", "int32": "i32", "bool": "b8"}
+_SHOWN = frozenset({"full", "clone"})
+"""Calls of the rewrite that stand as expressions where they are operands: positions."""
 _WRITES = ("index_copy_", "setitem", "index_put_", "copy_", "add_")
 # Spelled differently by releases of torch or transformers for the same thing.
 _SAME = {"_index_copy_": "index_copy_"}
 
 
-def lowered(function: Callable[..., Any], *args: Any, policy: Any, **kwargs: Any) -> Lowered:
-    """The last graph of a call, rewritten; the call itself runs on Dynamo's own graph."""
+def lowered(function: Callable[..., Any], *calls: dict[str, Any], policy: Any) -> Lowered:
+    """The graph of the last of the calls, rewritten; the calls themselves run on Dynamo's own graphs.
+
+    Args:
+        calls: keyword arguments, call by call.
+    """
     found: list[Lowered] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -32,8 +39,10 @@ def lowered(function: Callable[..., Any], *args: Any, policy: Any, **kwargs: Any
         return gm.forward
 
     torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend)
     with torch.no_grad():
-        torch.compile(function, backend=backend)(*args, **kwargs)
+        for call in calls:
+            compiled(**call)
     return found[-1]
 
 
@@ -114,6 +123,8 @@ class Printer:
                 return self.names[arg]
             if base_of(arg) in self.names and op(arg) != "setitem":
                 return self._view(arg)
+            if op(arg) in _SHOWN:
+                return self._call(op(arg), arg.args, {})
             return self.kind(arg)
         if isinstance(arg, slice):
             start, stop = ("" if x is None else self.show(x) for x in (arg.start, arg.stop))
@@ -149,21 +160,21 @@ class Printer:
         return text
 
     def _full_length(self) -> list[str]:
-        """What is left that is as large as a cache: nothing should be."""
-        caches = [
-            tensor(node) for node, name in self.names.items() if name.startswith(("keys", "values"))
+        """What is computed and as large as a cache: nothing should be."""
+        caches = [node for node, name in self.names.items() if name.startswith(("keys", "values"))]
+        limit = min((self._elements(node) for node in caches), default=0)
+        return [
+            f"FULL LENGTH: {op(node)} {self.kind(node)}"
+            for node in self.graph.nodes
+            if node.op in ("call_function", "call_method")
+            and base_of(node) not in self.names
+            and self._elements(node) >= limit > 0
         ]
-        limit = min(
-            (held.numel() for held in caches if isinstance(held.numel(), int)), default=None
-        )
-        found = []
-        for node in self.graph.nodes:
-            held = tensor(node)
-            copies = node.op in ("call_function", "call_method") and base_of(node) not in self.names
-            if limit and copies and held is not None and node not in self.names:
-                if isinstance(held.numel(), int) and held.numel() >= limit and held.ndim >= 4:
-                    found.append(f"FULL LENGTH: {op(node)} {self.kind(node)}")
-        return found
+
+    @staticmethod
+    def _elements(node: fx.Node) -> int:
+        held = tensor(node)
+        return 0 if held is None else compat.hint(held.numel())
 
 
 def format_graph(result: Lowered) -> str:

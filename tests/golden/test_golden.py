@@ -14,18 +14,23 @@ POLICY = {"budget": 64, "page_size": 16, "recent": 16}
 
 
 def decode_graph(family: str, kind: str, attention: str = "sdpa") -> str:
-    """The first decode step after a prompt of 20 tokens, batch 2; a second one for a symbolic length."""
-    torch._dynamo.reset()
+    """The first decode step after a prompt of 20 tokens, batch 2; the second where the length is symbolic then.
+
+    A growing cache is decoded with padding: releases of transformers differ in whether they pass a mask without it.
+    """
     model = tiny(family, attention)
     cache, name = new_cache(model, kind, capacity=128), cache_argument(model)
+    ids = torch.randint(3, 100, (2, 22))
+    seen = torch.arange(22) >= torch.tensor([[0], [5]])
+
+    def call(begin: int, end: int) -> dict[str, object]:
+        mask = {"attention_mask": seen[:, :end].long()} if kind == "dynamic" else {}
+        return {"input_ids": ids[:, begin:end].clone(), name: cache, **mask}
+
     with torch.no_grad():
-        model(torch.randint(3, 100, (2, 20)), **{name: cache})
-        if kind == "dynamic":
-            for layer in cache.layers:
-                torch._dynamo.mark_dynamic(layer.keys, 2)
-                torch._dynamo.mark_dynamic(layer.values, 2)
-        token = torch.randint(3, 100, (2, 1))
-        return format_graph(lowered(model, token, policy=POLICY, **{name: cache}))
+        model(**call(0, 20))
+    steps = [call(20, 21), call(21, 22)]
+    return format_graph(lowered(model, *steps[: 2 if kind == "dynamic" else 1], policy=POLICY))
 
 
 class GptFast(nn.Module):
@@ -66,6 +71,25 @@ class OwnCache(nn.Module):
         return weights @ self.values.transpose(1, 2)
 
 
+class Alibi(nn.Module):
+    """Keys and values that the module concatenates; a bias by head, an additive mask, scores by einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = torch.zeros(2, 2, 99, 16)
+        self.values = torch.zeros(2, 2, 99, 16)
+        self.register_buffer("slopes", 2.0 ** -torch.arange(4.0).view(1, 4, 1, 1))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        self.keys = torch.cat([self.keys, k], dim=-2)
+        self.values = torch.cat([self.values, v], dim=-2)
+        keys, values = (x.repeat_interleave(2, 1) for x in (self.keys, self.values))
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, keys) / 4.0
+        scores = scores + self.slopes * torch.arange(keys.shape[2])
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("bhqk,bhkd->bqhd", weights, values).flatten(2)
+
+
 class TestGolden(TestCase):
     def test_llama_static(self) -> None:
         self.assertExpectedInline(
@@ -103,25 +127,24 @@ return [2, 1, 128] f32
             """\
 keys_0 = input [2, 2, n0 + 1, 16] f32
 values_0 = input [2, 2, n1 + 1, 16] f32
-keys_1 = input [2, 2, n2 + 1, 16] f32
-values_1 = input [2, 2, n3 + 1, 16] f32
+keys_1 = input [2, 2, n0 + 1, 16] f32
+values_1 = input [2, 2, n2 + 1, 16] f32
 hsa_summary_0 = input [2, 2, ((n0//16)) + 1, 32] f32
 hsa_covered_0 = input [2, 2, ((n0//16)) + 1, 2] i64
-hsa_summary_1 = input [2, 2, ((n2//16)) + 1, 32] f32
-hsa_covered_1 = input [2, 2, ((n2//16)) + 1, 2] i64
+hsa_summary_1 = input [2, 2, ((n0//16)) + 1, 32] f32
+hsa_covered_1 = input [2, 2, ((n0//16)) + 1, 2] i64
 hsa_counters_0 = input [2, 2] i64
 copy_(keys_0[:, :, -1:], [2, 2, 1, 16] f32)
 copy_(values_0[:, :, -1:], [2, 2, 1, 16] f32)
-bits_0 = hsa.page_mask([1, 1, 1, n0 + 1] b8, 16)
-hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+bits_0 = hsa.page_mask([2, 1, 1, n0 + 1] b8, 16)
+hsa.summarize(keys_0, bits_0, full((1), n0), hsa_summary_0, hsa_covered_0, cuboid, 16)
 ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
 copy_(keys_1[:, :, -1:], [2, 2, 1, 16] f32)
 copy_(values_1[:, :, -1:], [2, 2, 1, 16] f32)
-bits_1 = hsa.page_mask([1, 1, 1, n2 + 1] b8, 16)
-hsa.summarize(keys_1, bits_1, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
-ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_1, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
-out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_1, None, 0.25, 16)
+hsa.summarize(keys_1, bits_0, full((1), n0), hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_0, None, 0.25, 16)
 return [2, 1, 128] f32
 """,
         )
@@ -162,25 +185,24 @@ return [2, 1, 128] f32
             """\
 keys_0 = input [2, 2, n0 + 1, 24] f32
 values_0 = input [2, 2, n1 + 1, 24] f32
-keys_1 = input [2, 2, n2 + 1, 24] f32
-values_1 = input [2, 2, n3 + 1, 24] f32
+keys_1 = input [2, 2, n0 + 1, 24] f32
+values_1 = input [2, 2, n2 + 1, 24] f32
 hsa_summary_0 = input [2, 2, ((n0//16)) + 1, 48] f32
 hsa_covered_0 = input [2, 2, ((n0//16)) + 1, 2] i64
-hsa_summary_1 = input [2, 2, ((n2//16)) + 1, 48] f32
-hsa_covered_1 = input [2, 2, ((n2//16)) + 1, 2] i64
+hsa_summary_1 = input [2, 2, ((n0//16)) + 1, 48] f32
+hsa_covered_1 = input [2, 2, ((n0//16)) + 1, 2] i64
 hsa_counters_0 = input [2, 2] i64
 copy_(keys_0[:, :, -1:], [2, 2, 1, 24] f32)
 copy_(values_0[:, :, -1:], [2, 2, 1, 24] f32)
-bits_0 = hsa.page_mask([1, 1, 1, n0 + 1] b8, 16)
-hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+bits_0 = hsa.page_mask([2, 1, 1, n0 + 1] b8, 16)
+hsa.summarize(keys_0, bits_0, full((1), n0), hsa_summary_0, hsa_covered_0, cuboid, 16)
 ids_0, counts_0 = hsa.select([2, 4, 1, 24] f32, hsa_summary_0, bits_0, 0.204124, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 24] f32, keys_0, values_0, ids_0, bits_0, None, 0.204124, 16)
 copy_(keys_1[:, :, -1:], [2, 2, 1, 24] f32)
 copy_(values_1[:, :, -1:], [2, 2, 1, 24] f32)
-bits_1 = hsa.page_mask([1, 1, 1, n2 + 1] b8, 16)
-hsa.summarize(keys_1, bits_1, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
-ids_1, counts_1 = hsa.select([2, 4, 1, 24] f32, hsa_summary_1, bits_1, 0.204124, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
-out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 24] f32, keys_1, values_1, ids_1, bits_1, None, 0.204124, 16)
+hsa.summarize(keys_1, bits_0, full((1), n0), hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 24] f32, hsa_summary_1, bits_0, 0.204124, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 24] f32, keys_1, values_1, ids_1, bits_0, None, 0.204124, 16)
 return [2, 1, 128] f32
 """,
         )
@@ -191,25 +213,24 @@ return [2, 1, 128] f32
             """\
 keys_0 = input [2, 2, n0 + 1, 16] f32
 values_0 = input [2, 2, n1 + 1, 16] f32
-keys_1 = input [2, 2, n2 + 1, 16] f32
-values_1 = input [2, 2, n3 + 1, 16] f32
+keys_1 = input [2, 2, n0 + 1, 16] f32
+values_1 = input [2, 2, n2 + 1, 16] f32
 hsa_summary_0 = input [2, 2, ((n0//16)) + 1, 32] f32
 hsa_covered_0 = input [2, 2, ((n0//16)) + 1, 2] i64
-hsa_summary_1 = input [2, 2, ((n2//16)) + 1, 32] f32
-hsa_covered_1 = input [2, 2, ((n2//16)) + 1, 2] i64
+hsa_summary_1 = input [2, 2, ((n0//16)) + 1, 32] f32
+hsa_covered_1 = input [2, 2, ((n0//16)) + 1, 2] i64
 hsa_counters_0 = input [2, 2] i64
 copy_(keys_0[:, :, -1:], [2, 2, 1, 16] f32)
 copy_(values_0[:, :, -1:], [2, 2, 1, 16] f32)
-bits_0 = hsa.page_mask([1, 1, 1, n0 + 1] b8, 16)
-hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+bits_0 = hsa.page_mask([2, 1, 1, n0 + 1] b8, 16)
+hsa.summarize(keys_0, bits_0, full((1), n0), hsa_summary_0, hsa_covered_0, cuboid, 16)
 ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
 copy_(keys_1[:, :, -1:], [2, 2, 1, 16] f32)
 copy_(values_1[:, :, -1:], [2, 2, 1, 16] f32)
-bits_1 = hsa.page_mask([1, 1, 1, n2 + 1] b8, 16)
-hsa.summarize(keys_1, bits_1, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
-ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_1, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
-out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_1, None, 0.25, 16)
+hsa.summarize(keys_1, bits_0, full((1), n0), hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_0, None, 0.25, 16)
 return [2, 1, 128] f32
 """,
         )
@@ -265,7 +286,8 @@ return [2, 1, 128] f32
         )
 
     def test_gpt_fast(self) -> None:
-        result = lowered(GptFast(), torch.randn(2, 1, 64), torch.tensor([100]), policy=POLICY)
+        call = {"x": torch.randn(2, 1, 64), "input_pos": torch.tensor([100])}
+        result = lowered(GptFast(), call, policy=POLICY)
         self.assertExpectedInline(
             format_graph(result),
             """\
@@ -288,7 +310,8 @@ return [2, 1, 64] f32
     def test_own_cache(self) -> None:
         q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 4, 16)
         hidden = torch.arange(128)[None, None, None] > 100
-        result = lowered(OwnCache(), q, k, v, 100, hidden, policy=POLICY)
+        call = {"q": q, "k": k, "v": v, "position": 100, "hidden": hidden}
+        result = lowered(OwnCache(), call, policy=POLICY)
         self.assertExpectedInline(
             format_graph(result),
             """\
@@ -300,10 +323,34 @@ hsa_counters_0 = input [1, 2] i64
 copy_(keys_0[:, 100:101], [2, 1, 4, 16] f32)
 copy_(values_0[:, 100:101], [2, 1, 4, 16] f32)
 bits_0 = hsa.page_mask([1, 1, 1, 128] b8, 16)
-hsa.summarize(permute(keys_0, 0, 2, 1, 3), bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+hsa.summarize(permute(keys_0, 0, 2, 1, 3), bits_0, full((1), 100), hsa_summary_0, hsa_covered_0, cuboid, 16)
 ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, permute(keys_0, 0, 2, 1, 3), transpose(values_0, 1, 2), ids_0, bits_0, None, 0.25, 16)
 return out_0
+""",
+        )
+
+    def test_concatenated_with_bias(self) -> None:
+        q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16)
+        calls = [
+            {"q": q, "k": k, "v": v, "hidden": torch.arange(length).view(1, 1, 1, -1) < 3}
+            for length in (100, 101)
+        ]
+        self.assertExpectedInline(
+            format_graph(lowered(Alibi(), *calls, policy=POLICY)),
+            """\
+keys_0 = input [2, 2, n0 + 1, 16] f32
+values_0 = input [2, 2, n0 + 1, 16] f32
+hsa_summary_0 = input [2, 2, ((n0//16)) + 1, 32] f32
+hsa_covered_0 = input [2, 2, ((n0//16)) + 1, 2] i64
+hsa_counters_0 = input [1, 2] i64
+copy_(keys_0[:, :, -1:], [2, 2, 1, 16] f32)
+copy_(values_0[:, :, -1:], [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([1, 4, 1, n0 + 1] f32, 16)
+hsa.summarize(keys_0, bits_0, full((1), n0), hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, [1, 4, 1, n0 + 1] f32, 0.25, 16)
+return [2, 1, 64] f32
 """,
         )
 

@@ -15,7 +15,7 @@ CAPACITY = 150
 LENGTH = 60
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``(q [B, Hq, 1, D], keys [B, Hkv, S, D], values, keep [1, 1, 1, S] bool) -> [B, Hq, 1, D]``."""
+"""``(q [B, Hq, 1, D], keys [B, Hkv, S, D], values, keep [1, 1, 1, S] bool or None) -> [B, Hq, 1, D]``."""
 Position = Tensor | int
 
 
@@ -167,9 +167,9 @@ WRITES = (
 
 
 def buffer(layout: str, batch: int) -> Tensor:
-    """An empty cache, poisoned where nothing is written."""
+    """An empty cache, poisoned where nothing is written (so that a mask of -10,000 still covers it)."""
     sizes = {"b": batch, "h": KV_HEADS, "s": CAPACITY, "d": SIZE, "f": KV_HEADS * SIZE}
-    return torch.full([sizes[letter] for letter in layout], 1e4)
+    return torch.full([sizes[letter] for letter in layout], 100.0)
 
 
 class Block(nn.Module):
@@ -214,6 +214,37 @@ class BigBlock(Block):
         return cache[self.layer, 0], cache[self.layer, 1]
 
 
+class PrefixBlock(Block):
+    """As Llama was first published: ``[B, S, H, D]`` buffers of which only the filled part is read, without a mask."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(Write(setitem, "int", "bshd"), batch)
+
+    def update(self, k: Tensor, v: Tensor, at: Position) -> tuple[Tensor, Tensor]:
+        batch = k.shape[0]
+        self.k_cache[:batch, at : at + 1] = k.transpose(1, 2)
+        self.v_cache[:batch, at : at + 1] = v.transpose(1, 2)
+        keys, values = self.k_cache[:batch, : at + 1], self.v_cache[:batch, : at + 1]
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+class CountingBlock(Block):
+    """It counts its tokens itself, in place, before the write (``early``) or between the write and attention."""
+
+    def __init__(self, batch: int, early: bool) -> None:
+        super().__init__(Write(setitem), batch)
+        self.early = early
+        self.register_buffer("count", torch.full((1,), -1 if early else 0))
+
+    def update(self, k: Tensor, v: Tensor, at: Position) -> tuple[Tensor, Tensor]:
+        if self.early:
+            self.count.add_(1)
+        keys, values = super().update(k, v, self.count)
+        if not self.early:
+            self.count.add_(1)
+        return keys, values
+
+
 class GrowingBlock(Block):
     """Its cache grows by concatenation."""
 
@@ -249,6 +280,8 @@ class Decoder(nn.Module):
             at = self.at
         if isinstance(self.blocks[0], GrowingBlock):
             keep = torch.ones(1, 1, 1, self.blocks[0].keys.shape[2] + 1, dtype=torch.bool)
+        elif isinstance(self.blocks[0], PrefixBlock):
+            keep = None
         else:
             # Dynamo compiles once for each integer index, and once for all slices.
             row = self.causal[at] if isinstance(at, Tensor) else self.causal[at : at + 1]

@@ -179,6 +179,52 @@ def in_place(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
     return scores.softmax(-1) @ repeat(values)
 
 
+def in_place_under_another_name(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    scores = q @ repeat(keys).mT
+    scaled = scores.mul_(USUAL)
+    scores.masked_fill_(~keep, -math.inf)
+    return scaled.softmax(-1) @ repeat(values)
+
+
+def by_keyword(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    scores = torch.matmul(input=q, other=repeat(keys).transpose(dim0=2, dim1=3))
+    scores = torch.div(input=scores, other=SIZE**0.5).masked_fill(mask=~keep, value=-math.inf)
+    return torch.matmul(input=torch.softmax(input=scores, dim=-1), other=repeat(values))
+
+
+def einsum(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, repeat(keys)) * USUAL
+    weights = scores.masked_fill(~keep, -math.inf).softmax(-1)
+    return torch.einsum("bhqk, bhkd -> bhqd", weights, repeat(values))
+
+
+def einsum_with_tokens_first(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    """All of it on ``[B, S, H, D]``, keys named before the query."""
+    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+    keys, values = (x.repeat_interleave(GROUP, dim=2) for x in (keys, values))
+    scores = torch.einsum("bkhd,bqhd->bhqk", keys, q) / math.sqrt(SIZE)
+    weights = scores.masked_fill(~keep, -math.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, values).transpose(1, 2)
+
+
+def repeated_with_tokens_first(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    """As Llama was first published: heads are repeated on ``[B, S, H, D]``, then moved."""
+
+    def spread(x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        batch, tokens, heads, size = x.shape
+        x = x[:, :, :, None, :].expand(batch, tokens, heads, GROUP, size)
+        return x.reshape(batch, tokens, heads * GROUP, size).transpose(1, 2)
+
+    scores = torch.matmul(q, spread(keys).transpose(2, 3)) / math.sqrt(SIZE) + additive(keep)
+    return F.softmax(scores.float(), dim=-1).type_as(q) @ spread(values)
+
+
+def copied(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    keys, values = repeat(keys.contiguous()).contiguous(), repeat(values).clone()
+    return F.scaled_dot_product_attention(q.contiguous(), keys, values, attn_mask=keep)
+
+
 def largest_subtracted(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
     """What makes a softmax stable by hand does not change it."""
     scores = (q @ repeat(keys).mT * USUAL).masked_fill(~keep, -math.inf)
@@ -229,6 +275,12 @@ SPELLINGS = (
     Spelling(constants_of_the_graph),
     Spelling(softmax_in_fp32),
     Spelling(in_place),
+    Spelling(in_place_under_another_name),
+    Spelling(by_keyword),
+    Spelling(einsum),
+    Spelling(einsum_with_tokens_first),
+    Spelling(repeated_with_tokens_first),
+    Spelling(copied),
     Spelling(largest_subtracted),
     Spelling(one_minus_mask),
     Spelling(mask_and_bias, mask=lambda keep: _alibi(keep & PADDED)),

@@ -45,7 +45,12 @@ policies = pytest.mark.parametrize("policy", [WHOLE, PART], ids=["lossless", "sp
 
 def every_write() -> list[object]:
     """All writes beyond the budget; those within it that repeat the path of another are slow."""
-    quick = (plain.setitem, plain.copy_into_narrow, plain.slice_scatter_read, plain.functional_slice)
+    quick = (
+        plain.setitem,
+        plain.copy_into_narrow,
+        plain.slice_scatter_read,
+        plain.functional_slice,
+    )
     cases = []
     for write in plain.WRITES:
         cases.append(pytest.param(write, PART, id=f"{write.name}-sparse"))
@@ -67,10 +72,28 @@ def test_every_write(write: Write, policy: LayerPolicy) -> None:
 @policies
 def test_one_tensor_for_all_layers(policy: LayerPolicy) -> None:
     def make() -> Decoder:
-        shared = torch.full((2, 2, 2, KV_HEADS, plain.CAPACITY, SIZE), 1e4)
+        shared = torch.full((2, 2, 2, KV_HEADS, plain.CAPACITY, SIZE), 100.0)
         return Decoder([plain.BigBlock(layer, shared) for layer in range(2)]).eval()
 
     assert check(make, 1, policy) == ["static (setitem)"] * 2
+
+
+@pytest.mark.parametrize("rows", [2, 4], ids=["all rows", "some rows"])
+def test_a_buffer_of_which_the_filled_part_is_read(rows: int) -> None:
+    """The buffer may hold more rows than the batch has."""
+
+    def make() -> Decoder:
+        return Decoder([plain.PrefixBlock(rows) for _ in range(2)], "int").eval()
+
+    assert check(make, 3, PART) == ["static (setitem)"] * 2
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the write", "after the write"])
+def test_a_position_that_is_counted_in_place(early: bool) -> None:
+    def make() -> Decoder:
+        return Decoder([plain.CountingBlock(2, early) for _ in range(2)]).eval()
+
+    assert check(make, 1, PART) == ["static (setitem)"] * 2
 
 
 @policies

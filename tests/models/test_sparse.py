@@ -1,4 +1,4 @@
-"""Beyond the budget a compiled model decodes what the model decodes when attention follows the rule in plain PyTorch."""
+"""Beyond the budget a compiled model decodes what the model itself does with the rule in the place of attention."""
 
 from __future__ import annotations
 
@@ -124,7 +124,10 @@ def test_each_row_of_a_batch_equals_its_single_run(kind: str) -> None:
 def test_layers_follow_their_own_policies() -> None:
     """A dense first layer reads everything; the second follows the rule."""
     model = tiny("llama")
-    layers = {"default": {"algorithm": "mean", "budget": 48, "page_size": 16}, "layers": {0: "dense"}}
+    layers = {
+        "default": {"algorithm": "mean", "budget": 48, "page_size": 16},
+        "layers": {0: "dense"},
+    }
     compiled = compile_hsa(model, layers)
     decode(model, compiled, "static", asked(), fed())
     sites = hsa_compile.explain(compiled).sites

@@ -1,0 +1,94 @@
+"""The masks of an attention site as the ops take them: a packed word a page, and a bias where a term is additive.
+
+before: masked_fill(scores, drop, -inf) + bias
+after:  bits = page_mask(where(drop, -inf, 0) + bias); the bias itself
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch import fx
+
+from hsa_compile import compat
+from hsa_compile.site import MaskTerm
+
+from .emit import Emitter
+from .graph_tools import tensor
+
+
+class Masks:
+    """Makes masks, each once for all layers that share it."""
+
+    def __init__(self, emit: Emitter) -> None:
+        self.emit = emit
+        self.made: dict[object, fx.Node] = {}
+        self.biases: dict[object, fx.Node | None] = {}
+
+    def packed(
+        self, terms: tuple[MaskTerm, ...], keys: fx.Node, read: torch.Tensor, page_size: int
+    ) -> tuple[fx.Node | None, fx.Node]:
+        """Bias (None where no term is additive) and packed mask; made once for layers that share a mask."""
+        key = ("mask", terms, compat.expression(read.shape[2]), read.device)
+        if key not in self.made:
+            self.made[key], bias = self._combined(terms, keys, read)
+            self.biases[key] = bias
+        mask, bias = self.made[key], self.biases[key]
+        packed = ("bits", mask, page_size)
+        if packed not in self.made:
+            self.made[packed] = self.emit.call(torch.ops.hsa.page_mask.default, mask, page_size)
+        return bias, self.made[packed]
+
+    def _combined(
+        self, terms: tuple[MaskTerm, ...], keys: fx.Node, read: torch.Tensor
+    ) -> tuple[fx.Node, fx.Node | None]:
+        """The mask as one tensor, boolean or additive, and the bias."""
+        call, device = self.emit.call, read.device
+        fixed = isinstance(read.shape[2], int)
+        tokens = read.shape[2] if fixed else self.emit.method("size", keys, 2)
+        kept: fx.Node | None = None
+        bias: fx.Node | None = None
+        for term in terms:
+            if term.kind == "causal":
+                first = call(operator.le, call(torch.arange, tokens, device=device), 0)
+                part = self._spread(first, tokens)
+            else:
+                part = self._spread(term.node, tokens)
+            if term.kind == "add":
+                part = part if term.factor == 1.0 else call(operator.mul, part, term.factor)
+                bias = self._plus(bias, part)
+            elif term.value == -math.inf:
+                part = call(torch.logical_not, part) if term.kind == "drop" else part
+                kept = part if kept is None else call(torch.logical_and, kept, part)
+            else:
+                part = part if term.kind == "drop" else call(torch.logical_not, part)
+                bias = self._plus(bias, self._fill(part, term.value, device))
+        if kept is None and bias is None:
+            return call(torch.ones, (1, 1, 1, tokens), dtype=torch.bool, device=device), None
+        if bias is None:
+            return kept, None  # type: ignore[return-value]
+        if kept is not None:
+            hidden = call(torch.logical_not, kept)
+            bias = self._plus(bias, self._fill(hidden, -math.inf, device))
+        return bias, bias
+
+    def _plus(self, bias: fx.Node | None, part: fx.Node) -> fx.Node:
+        return part if bias is None else self.emit.call(operator.add, bias, part)
+
+    def _fill(self, condition: fx.Node, fill: float, device: torch.device) -> fx.Node:
+        """0 where ``condition`` is false, ``fill`` where it is true, in fp32."""
+        if fill != -math.inf:
+            fill = max(fill, torch.finfo(torch.float32).min)
+        zero = self.emit.call(torch.zeros, (), dtype=torch.float32, device=device)
+        return self.emit.call(torch.where, condition, fill, zero)
+
+    def _spread(self, node: fx.Node | None, tokens: object) -> fx.Node:
+        """A mask of any broadcast shape as ``[Bm, Hm, 1, S]``."""
+        assert node is not None
+        held = tensor(node)
+        assert held is not None
+        for _ in range(4 - held.ndim):
+            node = self.emit.call(torch.unsqueeze, node, 0)
+        return self.emit.method("expand", node, -1, -1, -1, tokens)

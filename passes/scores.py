@@ -1,0 +1,169 @@
+"""The way back from a softmax to the query-key product: the scale and the masks that are met on it.
+
+    before: softmax(where(keep, (q @ k) * c + bias, -inf))
+    after:  the product q @ k; scale c; the terms ``add bias``, ``keep``
+
+The scores are followed as memory, not as names: a model may scale or fill them in place and use the node of before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from hsa_compile.ops.page_mask import MASKED_BELOW
+from hsa_compile.site import MaskTerm
+
+from .graph_tools import (
+    CASTS,
+    VIEWS,
+    Mismatch,
+    argument,
+    modifies,
+    number,
+    op,
+    same,
+    tensor,
+    writes,
+)
+
+TRANSPARENT = CASTS | {"contiguous", "clone", "detach"}
+PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
+_ELEMENTWISE = frozenset({"mul", "div", "add", "sub", "masked_fill", "where", "dropout", "tanh"})
+LOOSE = TRANSPARENT | _ELEMENTWISE | VIEWS | {"cat", "setitem"}
+"""What scores and weights pass through in attention of any kind, understood or not."""
+
+
+@dataclass
+class Scores:
+    """What :func:`trace_scores` finds."""
+
+    product: fx.Node
+    scale: float
+    masks: list[MaskTerm] = field(default_factory=list)
+
+
+def trace_scores(softmax: fx.Node) -> Scores:
+    """Raises ``Mismatch`` where the operand of ``softmax`` is not a scaled and masked product."""
+    walk = _Walk(softmax)
+    product, scale = walk.back(argument(softmax, 0, "input"), 1.0, softmax)
+    return Scores(product, scale, walk.masks)
+
+
+class _Walk:
+    def __init__(self, softmax: fx.Node) -> None:
+        self.softmax = softmax
+        self.order = {node: i for i, node in enumerate(softmax.graph.nodes)}
+        self.masks: list[MaskTerm] = []
+
+    def back(self, node: object, factor: float, reader: fx.Node) -> tuple[fx.Node, float]:
+        """Walk from ``node``, which ``reader`` reads and whose value reaches the softmax times ``factor``."""
+        if not isinstance(node, fx.Node):
+            raise Mismatch("attention scores are a constant", self.softmax)
+        read = self._as_read(node, reader)
+        return self._through(read, factor)
+
+    def _through(self, node: fx.Node, factor: float) -> tuple[fx.Node, float]:
+        """One step of the walk over a node that is not written afterwards."""
+        name = op(node)
+        source = argument(node, 0, "input")
+        if name in PRODUCTS:
+            return node, factor
+        if name in TRANSPARENT or (name == "dropout" and not argument(node, 2, "training", True)):
+            return self.back(source, factor, node)
+        if name in ("mul", "div"):
+            return self._scaled(node, name, factor)
+        if name in ("add", "sub"):
+            return self._added(node, name, factor)
+        if name == "masked_fill":
+            condition, fill = argument(node, 1, "mask"), argument(node, 2, "value")
+            return self._filled(node, source, condition, fill, "drop", factor)
+        if name == "where" and len(node.args) == 3:
+            condition, kept, other = node.args
+            if reaches_product(kept):
+                return self._filled(node, kept, condition, other, "keep", factor)
+            return self._filled(node, other, condition, kept, "drop", factor)
+        raise Mismatch(f"attention scores pass through `{name}`, which is not recognised", node)
+
+    def _as_read(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The last write into the memory of ``node`` before ``reader``, or ``node`` where there is none."""
+        while modifies(node) and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+        made = [w for w in writes(node) if self.order[w] < self.order[reader]]
+        if not made:
+            return node
+        last = max(made, key=self.order.__getitem__)
+        target = last.args[0]
+        while isinstance(target, fx.Node) and target is not node:
+            if not modifies(target):
+                raise Mismatch("a part of the attention scores is written in place", last)
+            target = target.args[0]
+        return last
+
+    def _scaled(self, node: fx.Node, name: str, factor: float) -> tuple[fx.Node, float]:
+        left, right = argument(node, 0, "input"), argument(node, 1, "other")
+        if name == "mul" and number(left) is not None:
+            left, right = right, left
+        by = number(right)
+        if by is None or by == 0:
+            raise Mismatch(
+                "the scale is a tensor or zero, not a nonzero number known at compile time", node
+            )
+        return self.back(left, factor * by if name == "mul" else factor / by, node)
+
+    def _added(self, node: fx.Node, name: str, factor: float) -> tuple[fx.Node, float]:
+        left, right = argument(node, 0, "input"), argument(node, 1, "other")
+        if argument(node, 2, "alpha", 1) != 1:
+            raise Mismatch("a mask is added with alpha", node)
+        if name == "add" and not reaches_product(left):
+            left, right = right, left
+        added = tensor(right)
+        one = added is not None and (added.ndim == 0 or same(added.shape[-1], 1))
+        if one or number(right) is not None:
+            return self.back(left, factor, node)  # the same for all keys: softmax does not see it
+        if not isinstance(right, fx.Node) or added is None or reaches_product(right):
+            raise Mismatch("what is added to the scores is not a mask", node)
+        if not added.dtype.is_floating_point:
+            raise Mismatch(f"a mask of {added.dtype} is added to the scores", node)
+        self.masks.append(MaskTerm("add", right, factor if name == "add" else -factor))
+        return self.back(left, factor, node)
+
+    def _filled(
+        self,
+        node: fx.Node,
+        scores: object,
+        condition: object,
+        fill: object,
+        kind: str,
+        factor: float,
+    ) -> tuple[fx.Node, float]:
+        with_value = number(fill)
+        mask = tensor(condition)
+        if (
+            with_value is None
+            or mask is None
+            or mask.dtype != torch.bool
+            or not isinstance(condition, fx.Node)
+        ):
+            raise Mismatch(
+                "scores are filled with something else than a number under a boolean mask", node
+            )
+        if factor * with_value > -MASKED_BELOW:
+            raise Mismatch(
+                f"masked scores are set to {with_value:g}, which does not mask them", node
+            )
+        self.masks.append(MaskTerm(kind, condition, 1.0, factor * with_value))  # type: ignore[arg-type]
+        return self.back(scores, factor, node)
+
+
+def reaches_product(node: object, depth: int = 12) -> bool:
+    """Whether scores come from a product, looking over elementwise operations only."""
+    if not isinstance(node, fx.Node) or depth == 0:
+        return False
+    if op(node) in PRODUCTS:
+        return True
+    if op(node) not in TRANSPARENT | _ELEMENTWISE:
+        return False
+    return any(reaches_product(source, depth - 1) for source in node.all_input_nodes)

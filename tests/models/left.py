@@ -1,0 +1,371 @@
+"""Decode steps whose attention is left exactly as it was, with the reason that ``explain`` gives.
+
+Each case is a function of one decode step: q ``[B, Hq, 1, D]``, the new k and v ``[B, Hkv, 1, D]``, their caches
+``[B, Hkv, S, D]``, a position and the mask ``[1, 1, 1, S]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .plain import CAPACITY, HEADS, KV_HEADS, SIZE, dense
+from .spellings import ALIBI, repeat
+
+CASES: list[Any] = []
+Step = Callable[..., Any]
+
+
+def left(reason: str) -> Callable[[Step], Step]:
+    """Registers a step whose attention is left for ``reason``."""
+
+    def register(step: Step) -> Step:
+        CASES.append(pytest.param(step, reason, id=step.__name__))
+        return step
+
+    return register
+
+
+def inputs() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    q = torch.randn(2, HEADS, 1, SIZE)
+    k, v = torch.randn(2, 2, KV_HEADS, 1, SIZE).unbind()
+    keys, values = torch.randn(2, 2, KV_HEADS, CAPACITY, SIZE).unbind()
+    keep = (torch.arange(CAPACITY) <= 60).view(1, 1, 1, -1)
+    return q, k, v, keys.clone(), values.clone(), torch.tensor([60]), keep
+
+
+def write(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, at: Tensor) -> None:
+    keys[:, :, at] = k
+    values[:, :, at] = v
+
+
+def scores_of(q: Tensor, keys: Tensor) -> Tensor:
+    return q @ repeat(keys).mT / math.sqrt(SIZE)
+
+
+# The attention
+
+
+@left("dropout is active")
+def dropout(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    return F.scaled_dot_product_attention(q, keys, values, keep, dropout_p=0.2, enable_gqa=True)
+
+
+@left("dropout is active, not into the product with the values")
+def dropout_on_weights(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    weights = scores_of(q, keys).masked_fill(~keep, -math.inf).softmax(-1)
+    return F.dropout(weights, 0.2, training=True) @ repeat(values)
+
+
+@left("attention weights are used by more than the product with the values")
+def weights_returned(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    weights = scores_of(q, keys).masked_fill(~keep, -math.inf).softmax(-1)
+    return weights @ repeat(values), weights
+
+
+@left("attention weights go into `mul`, not into the product with the values")
+def weights_gated(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    weights = scores_of(q, keys).masked_fill(~keep, -math.inf).softmax(-1)
+    return (weights * 0.5) @ repeat(values)
+
+
+@left("the scale is zero")
+def scale_of_zero(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    return F.scaled_dot_product_attention(q, keys, values, keep, scale=0.0, enable_gqa=True)
+
+
+@left("the scale is -0.25")
+def negative_scale(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    return dense(q, keys * -1.0, values, keep)
+
+
+@left("the scale is a tensor or zero, not a nonzero number known at compile time")
+def scale_by_tensor(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = (q @ repeat(keys).mT) * k.abs().mean()
+    return scores.masked_fill(~keep, -math.inf).softmax(-1) @ repeat(values)
+
+
+@left("attention scores pass through `tanh`, which is not recognised")
+def soft_cap(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = 30.0 * torch.tanh(scores_of(q, keys) / 30.0)
+    return scores.masked_fill(~keep, -math.inf).softmax(-1) @ repeat(values)
+
+
+@left("masked scores are set to -5, which does not mask them")
+def mask_that_does_not_mask(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    return scores_of(q, keys).masked_fill(~keep, -5.0).softmax(-1) @ repeat(values)
+
+
+@left("scores are filled with something else than a number under a boolean mask")
+def mask_by_tensor(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    return torch.where(keep, scores_of(q, keys), ALIBI - 1e9).softmax(-1) @ repeat(values)
+
+
+@left("what is added to the scores is not a mask")
+def relative_positions(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = scores_of(q, keys) + q @ repeat(keys).flip(2).mT
+    return scores.masked_fill(~keep, -math.inf).softmax(-1) @ repeat(values)
+
+
+@left("a part of the attention scores is written in place")
+def scores_written_in_part(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = scores_of(q, keys)
+    scores[..., 61:].fill_(-math.inf)
+    return scores.softmax(-1) @ repeat(values)
+
+
+@left("softmax runs over dimension 1, not over the keys")
+def softmax_over_heads(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    return scores_of(q, keys).softmax(1) @ repeat(values)
+
+
+@left("attention scores are not 4-dimensional [batch, heads, queries, keys]")
+def three_dimensions(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    q, keys, values = (x.flatten(0, 1) for x in (q, repeat(keys), repeat(values)))
+    scores = torch.bmm(q, keys.mT).masked_fill(~keep[0], -math.inf)
+    return torch.bmm(scores.softmax(-1), values)
+
+
+@left("attention scores pass through `view`, which is not recognised")
+def heads_folded_into_rows(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    q, keys, values = (x.flatten(0, 1) for x in (q, repeat(keys), repeat(values)))
+    bias = torch.zeros(2 * HEADS, 1, CAPACITY).masked_fill(~keep[0], -math.inf)
+    scores = bias.baddbmm(q, keys.mT, beta=1.0, alpha=0.25).view(2, HEADS, 1, CAPACITY)
+    return torch.bmm(scores.softmax(-1).view(2 * HEADS, 1, CAPACITY), values)
+
+
+@left("attention scores pass through `cat`, which is not recognised")
+def with_a_sink(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = scores_of(q, keys).masked_fill(~keep, -math.inf)
+    scores = torch.cat([scores, torch.zeros(2, HEADS, 1, 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ repeat(values)
+
+
+@left("attention scores are not 4-dimensional [batch, heads, queries, keys]")
+def grouped_by_a_fifth_dimension(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = q.unflatten(1, (KV_HEADS, -1)) @ keys.unsqueeze(2).mT
+    weights = scores.masked_fill(~keep, -math.inf).softmax(-1)
+    return (weights @ values.unsqueeze(2)).flatten(1, 2)
+
+
+@left("einsum 'bhqk,bhkd->bhd' is not a product of two 4-dimensional tensors")
+def einsum_of_three_letters(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    weights = scores_of(q, keys).masked_fill(~keep, -math.inf).softmax(-1)
+    return torch.einsum("bhqk,bhkd->bhd", weights, repeat(values))
+
+
+@left("2 query tokens: only decoding of a single token is rewritten")
+def two_queries(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    return dense(torch.cat([q, q], 2), keys, values, keep)
+
+
+@left("2 query tokens: only decoding of a single token is rewritten")
+def groups_folded_into_queries(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    folded = q.reshape(2, KV_HEADS, HEADS // KV_HEADS, SIZE)
+    return F.scaled_dot_product_attention(folded, keys, values, keep).reshape(q.shape)
+
+
+# The cache
+
+
+@left("the keys are an input that this graph does not write: no KV cache is updated here")
+def cross_attention(q, k, v, keys, values, at, keep):
+    return dense(q, keys, values, keep)
+
+
+@left("the keys are computed in this graph by `mul`: there is no KV cache behind them")
+def no_cache(q, k, v, keys, values, at, keep):
+    return dense(q, k * k, v * 2, None)
+
+
+@left("the keys are computed in this graph by `repeat`: there is no KV cache behind them")
+def heads_repeated_in_another_order(q, k, v, keys, values, at, keep):
+    """Query head h reads KV head h % Hkv."""
+    write(keys, values, k, v, at)
+    return dense(q, keys.repeat(1, 2, 1, 1), values.repeat(1, 2, 1, 1), keep)
+
+
+@left("the keys are computed in this graph by `mul`: there is no KV cache behind them")
+def keys_scaled_in_place(q, k, v, keys, values, at, keep):
+    """The cache itself is scaled, again in each step: no constant of this attention."""
+    write(keys, values, k, v, at)
+    keys *= 0.5
+    return dense(q, keys, values, keep)
+
+
+@left("the cache of the values is changed in place by `mul_` too")
+def values_decayed_in_place(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    values.transpose(1, 2).mul_(0.99)
+    return dense(q, keys, values, keep)
+
+
+@left("only a part of the keys is written at the new position")
+def one_head_written(q, k, v, keys, values, at, keep):
+    keys[:, 0, 60] = k[:, 0, 0]
+    values[:, 0, 60] = v[:, 0, 0]
+    return dense(q, keys, values, keep)
+
+
+@left("the whole cache of the keys is overwritten with another")
+def copied_from_elsewhere(q, k, v, keys, values, at, keep):
+    keys.copy_(torch.slice_scatter(values, k, 2, 60, 61))
+    values.copy_(torch.slice_scatter(values, v, 2, 60, 61))
+    return dense(q, keys, values, keep)
+
+
+@left("the keys are written in place and concatenated")
+def changed_and_concatenated(q, k, v, keys, values, at, keep):
+    keys.mul_(0.99)
+    keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+    return dense(q, keys, values, None), keys, values
+
+
+@left("the keys are written after attention has read them")
+def written_too_late(q, k, v, keys, values, at, keep):
+    out = dense(q, keys, values, keep)
+    write(keys, values, k, v, at)
+    return out
+
+
+@left("the keys are written 2 times in one step")
+def written_twice(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    write(keys, values, k, v, at - 1)
+    return dense(q, keys, values, keep)
+
+
+@left("keys and values are written at different positions")
+def written_apart(q, k, v, keys, values, at, keep):
+    keys[:, :, at] = k
+    values[:, :, at - 1] = v
+    return dense(q, keys, values, keep)
+
+
+@left("the position changes between the writes of keys and of values")
+def counted_between_the_writes(q, k, v, keys, values, at, keep):
+    at = at.clone()
+    keys[:, :, at] = k
+    at.sub_(1)
+    values[:, :, at] = v
+    return dense(q, keys, values, keep)
+
+
+@left("the whole cache of the keys is overwritten")
+def rolled(q, k, v, keys, values, at, keep):
+    keys.copy_(torch.cat([keys[:, :, 1:], k], 2))
+    values.copy_(torch.cat([values[:, :, 1:], v], 2))
+    return dense(q, keys, values, keep)
+
+
+@left("the cache of the keys is written by `scatter_`, which is not recognised")
+def scattered(q, k, v, keys, values, at, keep):
+    index = at.view(1, 1, 1, 1).expand_as(k)
+    keys.scatter_(2, index, k)
+    values.scatter_(2, index, v)
+    return dense(q, keys, values, keep)
+
+
+@left("the keys are computed in this graph by `where`: there is no KV cache behind them")
+def written_by_one_hot(q, k, v, keys, values, at, keep):
+    here = (torch.arange(CAPACITY) == at).view(1, 1, -1, 1)
+    keys, values = torch.where(here, k, keys), torch.where(here, v, values)
+    return dense(q, keys, values, keep), keys, values
+
+
+@left("the keys are indexed in 0 dimensions that could be the tokens")
+def written_everywhere(q, k, v, keys, values, at, keep):
+    keys[:] = k
+    values[:] = v
+    return dense(q, keys, values, keep)
+
+
+@left("2 positions of the keys are written at once, by a torch.int64 index")
+def two_positions(q, k, v, keys, values, at, keep):
+    at = torch.cat([at - 1, at])
+    keys[:, :, at] = torch.cat([k, k], 2)
+    values[:, :, at] = torch.cat([v, v], 2)
+    return dense(q, keys, values, keep)
+
+
+@left("more than one token of the keys is written, or their number is not known")
+def two_tokens(q, k, v, keys, values, at, keep):
+    keys[:, :, 60:62] = torch.cat([k, k], 2)
+    values[:, :, 60:62] = torch.cat([v, v], 2)
+    return dense(q, keys, values, keep)
+
+
+@left("the keys are converted between the cache and attention")
+def kept_in_half_precision(q, k, v, keys, values, at, keep):
+    keys, values = keys.bfloat16(), values.bfloat16()
+    write(keys, values, k.bfloat16(), v.bfloat16(), at)
+    return dense(q, keys.float(), values.float(), keep), keys, values
+
+
+@left("the updated keys are neither copied back nor returned")
+def update_forgotten(q, k, v, keys, values, at, keep):
+    keys, values = keys.index_copy(2, at, k), values.index_copy(2, at, v)
+    return dense(q, keys, values, keep)
+
+
+@left("the concatenated keys are not returned: no cache lives on after this step")
+def concatenation_forgotten(q, k, v, keys, values, at, keep):
+    keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+    return dense(q, keys, values, None)
+
+
+@left("the keys are concatenated from other than two tensors")
+def concatenated_from_three(q, k, v, keys, values, at, keep):
+    keys, values = (
+        torch.cat([keys[:, :, :1], keys, k], 2),
+        torch.cat([values[:, :, :1], values, v], 2),
+    )
+    return dense(q, keys, values, None), keys, values
+
+
+@left("more than one token is appended to the keys")
+def two_appended(q, k, v, keys, values, at, keep):
+    keys, values = (
+        torch.cat([old, new.repeat(1, 1, 2, 1)], 2) for old, new in ((keys, k), (values, v))
+    )
+    return dense(q, keys, values, None), keys, values
+
+
+@left("the keys are concatenated to something that is no graph input")
+def concatenated_to_a_part(q, k, v, keys, values, at, keep):
+    keys, values = torch.cat([keys[:, :, 1:], k], 2), torch.cat([values[:, :, 1:], v], 2)
+    return dense(q, keys, values, None), keys, values
+
+
+@left("the keys are in a static cache and the values in a functional one")
+def caches_of_two_kinds(q, k, v, keys, values, at, keep):
+    keys[:, :, at] = k
+    values = values.index_copy(2, at, v)
+    return dense(q, keys, values, keep), values

@@ -1,0 +1,198 @@
+"""Every template compiles ahead of time for the GPUs that the Triton wheel knows, with none of them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from hsa_compile import algorithms, templates
+from hsa_compile.lowering import options, standalone
+from hsa_compile.lowering.options import Config, Constants, Rows
+
+from .interpreted import Check, child_process
+
+pytest.importorskip("triton")
+
+HOPPER_SHARED_BYTES = 232448
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel is compiled for."""
+
+    constants: Constants
+    configs: list[Config]
+    inputs: dict[str, Tensor]
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decode step over 64K tokens."""
+
+    dtype: torch.dtype = torch.bfloat16
+    dim: int = 128
+    value_dim: int = 128
+    group: int = 4
+    page: int = 32
+    batch: int = 4
+    kv_heads: int = 8
+    tokens: int = 65536
+    algorithm: str = "cuboid"
+    per_head: bool = False
+    bias: bool = False
+    known_pages: bool = True
+
+    def kernel(self, name: str) -> Kernel:
+        heads, pages = self.kv_heads * self.group, self.tokens // self.page
+        rows = Rows(batch=self.per_head, heads=self.per_head)
+        bits = meta(*((self.batch, heads) if self.per_head else (1, 1)), pages, dtype=torch.int64)
+        slots, splits, floating = 2048 // self.page, 16, torch.float32
+        q = meta(self.batch, heads, 1, self.dim, dtype=self.dtype)
+        keys = meta(self.batch, self.kv_heads, self.tokens, self.dim, dtype=self.dtype)
+        values = meta(self.batch, self.kv_heads, self.tokens, self.value_dim, dtype=self.dtype)
+        width = algorithms.summary_width(self.algorithm, self.dim)
+        summary = meta(self.batch, self.kv_heads, pages, width, dtype=self.dtype)
+        scores = meta(self.batch, heads, pages, dtype=floating)
+        ids = meta(self.batch, self.kv_heads, slots, dtype=torch.int32)
+        acc = meta(self.batch, heads, splits, self.value_dim, dtype=floating)
+        lse = meta(self.batch, heads, splits, dtype=floating)
+        if name == "summarize":
+            group = self.group if self.per_head else 1
+            return Kernel(
+                options.summarize(
+                    self.algorithm, self.kv_heads, group, self.dim, self.page, rows, False
+                ),
+                options.summarize_configs(self.page, self.dim),
+                {
+                    "keys": keys,
+                    "bits": bits,
+                    "position": meta(1, dtype=torch.int64),
+                    "summary": summary,
+                    "covered": meta(self.batch, self.kv_heads, pages, 2, dtype=torch.int64),
+                },
+                meta(self.batch, self.kv_heads, dtype=torch.int32),
+            )
+        if name == "page_scores":
+            return Kernel(
+                options.page_scores(self.algorithm, self.kv_heads, self.group, self.dim, rows),
+                options.page_scores_configs(
+                    self.dtype.itemsize, width, self.batch * self.kv_heads, pages
+                ),
+                {"q": q, "summary": summary, "bits": bits},
+                scores,
+            )
+        if name == "top_pages":
+            constants = options.top_pages(
+                0.1, "softmax_mean", self.kv_heads, self.group, self.page, rows, slots, 0, 1, 32,
+                pages if self.known_pages else None,
+            )  # fmt: skip
+            inputs = {"scores": scores, "bits": bits, "ids": ids}
+            if not constants["SINGLE"]:
+                inputs["order"] = meta(self.batch, self.kv_heads, pages, dtype=torch.int32)
+            return Kernel(
+                constants,
+                options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"])),
+                inputs,
+                meta(self.batch, self.kv_heads, 2, dtype=torch.int64),
+            )
+        if name == "sparse_attention":
+            inputs = {"q": q, "keys": keys, "values": values, "ids": ids, "bits": bits}
+            if self.bias:
+                inputs["bias"] = meta(1, 1, 1, self.tokens, dtype=self.dtype)
+            row_bytes = self.dtype.itemsize * options.dim_pad(max(self.dim, self.value_dim))
+            return Kernel(
+                options.sparse_attention(
+                    0.1, self.kv_heads, self.group, self.dim, self.value_dim, self.page, rows,
+                    Rows(False, False) if self.bias else None, splits,
+                ),
+                options.sparse_attention_configs(row_bytes, self.page, 2048 // splits),
+                {**inputs, "lse": lse},
+                acc,
+            )  # fmt: skip
+        return Kernel(
+            options.merge_splits(heads, self.value_dim, splits),
+            options.merge_splits_configs(self.value_dim, splits),
+            {"acc": acc, "part_lse": lse, "lse": meta(self.batch, heads, 1, dtype=floating)},
+            meta(self.batch, heads, 1, self.value_dim, dtype=self.dtype),
+        )
+
+
+def meta(*size: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def check_compiles(
+    case: Case, name: str, all_configs: bool = False, early: bool = False, literal: bool = True
+) -> None:
+    kernel = case.kernel(name)
+    for config in kernel.configs if all_configs else kernel.configs[:1]:
+        constants = {**kernel.constants, "PDL": early}
+        compiled = standalone.compile_ahead(
+            name, constants, config, kernel.inputs, kernel.output, literal=literal
+        )
+        assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
+        assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == early
+
+
+def check_compiles_for_amd(case: Case, name: str) -> None:
+    kernel = case.kernel(name)
+    config = Config(kernel.configs[0].blocks, 4, 1)
+    compiled = standalone.compile_ahead(
+        name, kernel.constants, config, kernel.inputs, kernel.output, backend="hip", arch="gfx942"
+    )
+    assert compiled.asm["hsaco"]
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Check]:
+    with child_process(interpret=False) as run:
+        yield run
+
+
+@pytest.mark.parametrize("name", templates.NAMES)
+def test_compiles_for_hopper(child: Check, name: str) -> None:
+    child(check_compiles, Case(), name, early=True)
+    child(check_compiles, Case(dtype=torch.float32, dim=80, value_dim=64, group=1), name)
+
+
+@pytest.mark.parametrize("name", ["top_pages", "sparse_attention"])
+def test_compiles_with_a_row_of_the_mask_a_head(child: Check, name: str) -> None:
+    child(check_compiles, Case(per_head=True, bias=True, page=64, known_pages=False), name)
+
+
+@pytest.mark.parametrize("name", templates.NAMES)
+def test_compiles_with_sizes_as_arguments(child: Check, name: str) -> None:
+    child(check_compiles, Case(dim=64, value_dim=64, known_pages=False), name, literal=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["summarize", "page_scores", "sparse_attention"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 72, 80, 96, 128, 256])
+def test_compiles_for_all_sizes(child: Check, name: str, dtype: torch.dtype, dim: int) -> None:
+    case = Case(dtype=dtype, dim=dim, value_dim=dim, algorithm="quest")
+    child(check_compiles, case, name, all_configs=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", templates.NAMES)
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("group", [1, 3, 16])
+def test_compiles_for_all_groups(child: Check, name: str, page: int, group: int) -> None:
+    for per_head in (False, True):
+        case = Case(group=group, page=page, per_head=per_head, bias=per_head)
+        child(check_compiles, case, name, all_configs=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", templates.NAMES)
+def test_compiles_for_amd(child: Check, name: str) -> None:
+    backends = pytest.importorskip("triton.backends").backends
+    if "amd" not in backends:
+        pytest.skip("this Triton has no AMD backend")
+    child(check_compiles_for_amd, Case(), name)

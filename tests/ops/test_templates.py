@@ -1,0 +1,246 @@
+"""The templates of summaries and selection under Triton's interpreter, against the specifications of the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hsa_compile import algorithms, ops  # noqa: F401
+from hsa_compile.lowering import standalone
+from hsa_compile.lowering.options import Config
+from hsa_compile.ops.page_mask import page_mask
+from hsa_compile.ops.select import FRACTION_UNIT, forced_pages, select_reference
+from hsa_compile.ops.summarize import summarize
+
+from .interpreted import Check, Shape, child_process, make_cache, make_mask, poison, state
+
+pytest.importorskip("triton")
+pytest.importorskip("numpy")
+
+
+def check_summarize(
+    shape: Shape, algorithm: str, dtype: torch.dtype, kind: str, token_major: bool
+) -> None:
+    mask = make_mask(kind, shape)
+    keys = poison(make_cache(shape, shape.dim, dtype, token_major), mask, shape)
+    bits = page_mask(mask, shape.page)
+    position = torch.full((shape.batch if "batch" in kind else 1,), shape.tokens - 1)
+    got, covered = state(shape, bits.shape[-1], algorithm, dtype)
+    want, want_covered = state(shape, bits.shape[-1], algorithm, torch.float64)
+    summarize(keys.double(), bits, position, want, want_covered, algorithm, shape.page)
+    standalone.summarize(keys, bits, position, got, covered, algorithm, shape.page)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=2 * eps, atol=2 * eps)
+    assert torch.equal(covered, want_covered)
+
+
+def check_only_stale(shape: Shape) -> None:
+    """The next step reads the page that it wrote into, one whose mask changed, and no other."""
+    keys = torch.randn(shape.batch, shape.kv_heads, shape.tokens, shape.dim)
+    mask = torch.ones(1, 1, 1, shape.tokens, dtype=torch.bool)
+    bits = page_mask(mask, shape.page)
+    summary, covered = state(shape, bits.shape[-1], "cuboid", torch.float32)
+    position = torch.tensor([shape.tokens - 2])
+    standalone.summarize(keys, bits, position, summary, covered, "cuboid", shape.page)
+    before = summary.clone()
+    mask[..., shape.page] = False
+    bits = page_mask(mask, shape.page)
+    standalone.summarize(keys * 2, bits, position + 1, summary, covered, "cuboid", shape.page)
+    changed = (summary != before).any(-1).all(0).all(0).nonzero().flatten().tolist()
+    assert changed == [1, (shape.tokens - 1) // shape.page]
+    assert torch.equal(covered[0, 0, :, 0], bits[0, 0]) and (covered[..., 1] == shape.tokens).all()
+    # A position that is not the one expected: everything is read again.
+    standalone.summarize(keys * 3, bits, position, summary, covered, "cuboid", shape.page)
+    again = (summary != before).any(-1)
+    assert again.all()
+
+
+def check_select(
+    shape: Shape,
+    algorithm: str,
+    dtype: torch.dtype,
+    kind: str,
+    reduce: str,
+    slots: int = 4,
+    fraction: float = 0.0,
+    sink: int = 1,
+    recent: int = 8,
+    config: Config | None = None,
+    tied: bool = False,
+) -> None:
+    bits = page_mask(make_mask(kind, shape), shape.page)
+    q = torch.randn(shape.batch, shape.heads, 1, shape.dim).to(dtype)
+    summary, _ = state(shape, bits.shape[-1], algorithm, dtype)
+    summary.copy_(torch.randn(summary.shape) if not tied else torch.ones(summary.shape))
+    share = round(fraction * FRACTION_UNIT)
+    slots = max(slots, forced_pages(sink, recent, shape.page)) if not fraction else bits.shape[-1]
+    rest = (algorithm, shape.page, slots, slots, share, sink, recent, reduce)
+    ids, counts = select_reference(q.double(), summary.double(), bits, shape.scale, *rest)
+    # Pages that cannot be attended are not read.
+    union = bits.expand(shape.batch, shape.heads, -1).unflatten(1, (shape.kv_heads, shape.group))
+    summary.masked_fill_((union == 0).all(2).unsqueeze(-1), float("nan"))
+    got, got_counts = standalone.select(q, summary, bits, shape.scale, *rest, config=config)
+    assert torch.equal(got, ids), f"{got} instead of {ids}"
+    assert torch.equal(got_counts, counts), f"{got_counts} instead of {counts}"
+
+
+def check_nan_scores_rank_lowest() -> None:
+    shape = Shape(batch=1, kv_heads=1, group=1)
+    bits = torch.full((1, 1, 10), 0xFFFF)
+    scores = torch.arange(10.0).view(1, 1, 10)
+    scores[..., 5:9] = float("nan")
+    q, summary = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 10, 16)
+    for reduce in ("softmax_mean", "max"):
+        ids, _ = standalone.select(
+            q, summary, bits, shape.scale, "mean", 16, 4, 4, 0, 0, 1, reduce, scores=scores
+        )
+        assert ids.flatten().tolist() == [2, 3, 4, 9]
+
+
+def check_one_page_dominates() -> None:
+    """Where an fp32 softmax underflows, the others keep their order."""
+    shape = Shape(batch=1, kv_heads=1, group=2)
+    bits = torch.full((1, 1, 10), 0xFFFF)
+    scores = torch.tensor([[-300.0, -100, -250, -150, -200, 500, -350, -400, -450, -500]]).repeat(
+        2, 1
+    )
+    scores = (scores / shape.scale).unsqueeze(0)
+    q, summary = torch.zeros(1, 2, 1, 16), torch.zeros(1, 1, 10, 16)
+    ids, _ = standalone.select(
+        q, summary, bits, shape.scale, "mean", 16, 5, 5, 0, 0, 1, "softmax_mean", scores=scores
+    )
+    assert ids.flatten().tolist() == [1, 3, 4, 5, 9]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Check]:
+    with child_process() as run:
+        yield run
+
+
+@pytest.mark.parametrize("algorithm", algorithms.names())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_summaries(interpreted: Check, algorithm: str, dtype: torch.dtype) -> None:
+    interpreted(check_summarize, Shape(dim=24), algorithm, dtype, "row", False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        (Shape(dim=72, page=32, tokens=70), "heads"),
+        (Shape(dim=80, page=64, tokens=150), "batch empty"),
+        (Shape(dim=16, page=16, tokens=1), "row full"),
+        (Shape(dim=16, page=16, tokens=15), "row full"),
+        (Shape(dim=16, page=16, tokens=17), "batch left"),
+        (Shape(dim=256, page=32, tokens=64), "heads empty"),
+    ],
+    ids=str,
+)
+def test_summaries_of_masked_caches(interpreted: Check, shape: Shape, kind: str) -> None:
+    interpreted(check_summarize, shape, "cuboid", torch.bfloat16, kind, True)
+    interpreted(check_summarize, shape, "quest", torch.float32, kind, False)
+
+
+def test_only_stale_pages_are_summarised(interpreted: Check) -> None:
+    interpreted(check_only_stale, Shape(tokens=16 * 70))
+
+
+@pytest.mark.parametrize("reduce", ["softmax_mean", "max"])
+@pytest.mark.parametrize("algorithm", algorithms.names())
+def test_selection(interpreted: Check, algorithm: str, reduce: str) -> None:
+    interpreted(check_select, Shape(tokens=250), algorithm, torch.float32, "row", reduce)
+
+
+@pytest.mark.parametrize(
+    "kind", ["row full", "batch", "batch left", "heads", "heads empty", "batch empty"]
+)
+def test_selection_under_masks(interpreted: Check, kind: str) -> None:
+    interpreted(check_select, Shape(tokens=250), "cuboid", torch.float32, kind, "softmax_mean")
+    interpreted(
+        check_select, Shape(tokens=250), "cuboid", torch.float32, kind, "max", sink=20, recent=1
+    )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(dim=64, group=1, kv_heads=3),
+        Shape(dim=72, group=3, page=32, tokens=200),
+        Shape(dim=80, group=4, page=64, tokens=400, batch=1),
+        Shape(dim=96, group=16, kv_heads=1, batch=1),
+        Shape(dim=128, group=8, kv_heads=1, batch=1),
+        Shape(dim=256, group=2, kv_heads=1),
+        *(Shape(tokens=n, batch=1) for n in (1, 15, 16, 17)),
+        *(Shape(tokens=n, batch=1, page=64) for n in (1, 63, 64, 65)),
+    ],
+    ids=str,
+)
+def test_selection_of_shapes(interpreted: Check, shape: Shape) -> None:
+    interpreted(check_select, shape, "quest", torch.bfloat16, "batch full", "softmax_mean")
+    interpreted(check_select, shape, "cuboid", torch.float16, "heads", "softmax_mean")
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 1.0])
+def test_selection_of_a_fraction(interpreted: Check, fraction: float) -> None:
+    shape = Shape(tokens=250)
+    interpreted(
+        check_select, shape, "mean", torch.float32, "batch", "softmax_mean", fraction=fraction
+    )
+
+
+@pytest.mark.parametrize("sink", [0, 1, 16, 17, 40])
+@pytest.mark.parametrize("recent", [0, 1, 16, 33])
+def test_sinks_and_recent_tokens(interpreted: Check, sink: int, recent: int) -> None:
+    shape = Shape(tokens=180, batch=1)
+    interpreted(
+        check_select,
+        shape,
+        "mean",
+        torch.float32,
+        "batch",
+        "softmax_mean",
+        slots=3,
+        sink=sink,
+        recent=recent,
+    )
+
+
+@pytest.mark.parametrize("slots", [1, 3, 9, 20])
+def test_ties_go_to_the_lower_index(interpreted: Check, slots: int) -> None:
+    shape = Shape(tokens=250)
+    for config in (None, Config({"WAYS": 2, "SINGLE": False, "BLOCK": 16}, 4)):
+        interpreted(
+            check_select, shape, "mean", torch.float32, "row full", "softmax_mean",
+            slots=slots, sink=0, tied=True, config=config,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("ways", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["batch", "heads", "row full"])
+def test_selection_in_blocks(interpreted: Check, ways: int, kind: str) -> None:
+    """What runs where all pages do not fit one block, or their number is not known."""
+    config = Config({"WAYS": ways, "SINGLE": False, "BLOCK": 16}, 4)
+    shape = Shape(tokens=16 * 50 + 3, batch=1)
+    for reduce in ("softmax_mean", "max"):
+        interpreted(
+            check_select,
+            shape,
+            "cuboid",
+            torch.float32,
+            kind,
+            reduce,
+            slots=9,
+            sink=20,
+            recent=20,
+            config=config,
+        )
+
+
+def test_nan_scores_rank_lowest(interpreted: Check) -> None:
+    interpreted(check_nan_scores_rank_lowest)
+
+
+def test_order_survives_one_dominant_page(interpreted: Check) -> None:
+    interpreted(check_one_page_dominates)
