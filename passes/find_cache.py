@@ -196,6 +196,9 @@ def _dynamic(cat: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> Cach
     old, new = parts
     if not isinstance(old, fx.Node) or old.op != "placeholder" or not isinstance(new, fx.Node):
         raise NoCache(f"the {what} are concatenated to something that is no graph input")
+    held = tensor(old)
+    if held is None or held.ndim != joined.ndim:
+        raise NoCache(f"the {what} are concatenated to a tensor of another number of dimensions")
     if node is not cat:
         raise NoCache(f"the concatenated {what} are viewed before attention reads them")
     if dim % joined.ndim != 2:

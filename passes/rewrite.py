@@ -62,12 +62,14 @@ class _Rewriter:
         self.emit = Emitter(gm.graph, fake_mode)
         self.masks = Masks(self.emit)
         self.made: dict[object, fx.Node] = {}
+        self.capacity: dict[fx.Node, int] = {}
         self.result = Rewritten()
         self.counts: list[fx.Node] = []
 
     def run(self) -> Rewritten:
         output = next(iter(reversed(self.graph.nodes)))
         self.result.outputs = len(output.args[0])  # type: ignore[arg-type]
+        self._least_capacities()
         for plan in self.plans:
             grown = plan.site.keys.kind == "dynamic"
             for cache in (plan.site.keys, plan.site.values):
@@ -129,6 +131,18 @@ class _Rewriter:
 
     # -- static caches
 
+    def _least_capacities(self) -> None:
+        """Layers may share a position and differ in capacity: nothing is written where one would overrun."""
+        for plan in self.plans:
+            position, tokens = plan.site.keys.position, tensor(plan.site.attention.k)
+            if (
+                isinstance(position, fx.Node)
+                and tokens is not None
+                and isinstance(tokens.shape[2], int)
+            ):
+                least = min(tokens.shape[2], self.capacity.get(position, tokens.shape[2]))
+                self.capacity[position] = least
+
     def _guard_capacity(self, cache: CacheUpdate, read: torch.Tensor) -> None:
         """On a CPU, let the position of the model's write pass a check first."""
         position = cache.position
@@ -139,6 +153,7 @@ class _Rewriter:
         if not isinstance(capacity, int):
             return
         changes = bool(writes(memory(position)))
+        capacity = min(capacity, self.capacity.get(position, capacity))
         key = ("checked", position, cache.write if changes else None)
         if key not in self.made:
             first = next(node for node in self.graph.nodes if node.op != "placeholder")

@@ -32,7 +32,8 @@ from .graph_tools import (
 TRANSPARENT = CASTS | {"contiguous", "clone", "detach"}
 PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
 _ELEMENTWISE = frozenset({"mul", "div", "add", "sub", "masked_fill", "where", "dropout", "tanh"})
-LOOSE = TRANSPARENT | _ELEMENTWISE | VIEWS | {"cat", "setitem"}
+_OTHERS = frozenset("clamp clamp_min clamp_max clip sigmoid exp abs neg pow relu softplus".split())
+LOOSE = TRANSPARENT | _ELEMENTWISE | _OTHERS | VIEWS | {"cat", "setitem"}
 """What scores and weights pass through in attention of any kind, understood or not."""
 
 

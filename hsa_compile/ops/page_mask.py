@@ -44,7 +44,11 @@ def page_mask(mask: Tensor, page_size: int) -> Tensor:
 
 def unpack(bits: Tensor, page_size: int) -> Tensor:
     """Inverse of the packing: ``[..., P]`` int64 -> ``[..., P, page_size]`` bool."""
-    return ((bits.unsqueeze(-1) >> torch.arange(page_size, device=bits.device)) & 1).bool()
+    # Not `>>`: its meta function cannot take a symbolic batch.
+    shifted = torch.bitwise_right_shift(
+        bits.unsqueeze(-1), torch.arange(page_size, device=bits.device)
+    )
+    return (shifted & 1).bool()
 
 
 def fake(mask: Tensor, page_size: int) -> Tensor:

@@ -26,14 +26,13 @@ from .helpers import (
 
 
 def test_cpu() -> None:
-    """Triton is there, and is not asked; nor is a GPU, where there is one."""
+    """Triton is installed, and is not asked."""
     pytest.importorskip("triton")
-    # The graph is that of F5, so that a session compiles it once.
+    # The graph is that of F5, so that Inductor finds it in its cache.
     shape = Shape(length=8000, capacity=8192, batch=1, steps=1)
     compiled = compile_hsa(Static(), SPARSE, "inductor")
     close(run_static(compiled, shape), run_static(Static(rule(SPARSE)), shape))
     assert decisions(compiled) == SPARSELY
-    assert not torch.cuda.is_initialized() or torch.cuda.is_available()
 
 
 @torch.no_grad()

@@ -214,6 +214,29 @@ class BigBlock(Block):
         return cache[self.layer, 0], cache[self.layer, 1]
 
 
+class HalvesBlock(Block):
+    """Its keys and values are the halves of one tensor."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(Write(setitem), batch)
+        del self.k_cache, self.v_cache
+        self.k_cache, self.v_cache = buffer("bhsd", 2 * batch).unflatten(0, (2, batch))
+
+
+class LenderBlock(Block):
+    """A second attention reads the cache of the first."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(Write(setitem), batch)
+        self.ask = nn.Linear(WIDTH, HEADS * SIZE, bias=False)
+
+    def forward(self, x: Tensor, at: Position, keep: Tensor, attend: Attend) -> Tensor:
+        x = super().forward(x, at, keep, attend)
+        q = self.ask(x).view(*x.shape[:2], HEADS, SIZE).transpose(1, 2)
+        out = attend(q, self.k_cache, self.v_cache, keep)
+        return x + self.back(out.transpose(1, 2).flatten(2))
+
+
 class PrefixBlock(Block):
     """As Llama was first published: ``[B, S, H, D]`` buffers of which only the filled part is read, without a mask."""
 
