@@ -44,7 +44,7 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "load": [round(x, 2) for x in os.getloadavg()],
     }
     if torch.cuda.is_available():
