@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -141,12 +142,15 @@ def _cache(update: CacheUpdate) -> str:
 
 def merge(explanations: Sequence[Explanation], note: str = "") -> Explanation:
     """Several graphs of one model as one: equal rows once, the most recent graph last."""
-    rows: dict[tuple[str, int, str, str, str], SiteReport] = {}
+    rows: dict[tuple[object, ...], SiteReport] = {}
     for explanation in explanations:
+        times: Counter[tuple[object, ...]] = Counter()
         for site in explanation.sites:
             key = (site.path, site.index, site.decision, site.reason, site.policy)
-            rows.pop(key, None)
-            rows[key] = site
+            times[key] += 1  # a module may hold several attentions
+            nth = (*key, times[key])
+            rows.pop(nth, None)
+            rows[nth] = site
     return Explanation(tuple(rows.values()), note)
 
 

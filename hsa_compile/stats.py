@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,21 +68,24 @@ def stats(model: Any) -> Stats:
     Raises:
         HsaError: ``model`` is none of these.
     """
-    totals: dict[tuple[int, str], list[float]] = {}
+    totals: dict[tuple[int, str, int], list[float]] = {}
     programs = registry.programs(model)
     for program in programs:
+        times: Counter[tuple[int, str]] = Counter()
         for block in program.blocks:
             for site, rows, (read, seen) in zip(
                 block.sites, block.rows, block.values.tolist(), strict=True
             ):
                 if program.steps == 0:
                     continue
-                total = totals.setdefault((site.index, site.path), [0, 0, 0])
+                name = (site.index, site.path)
+                times[name] += 1  # a module may hold several attentions
+                total = totals.setdefault((*name, times[name]), [0, 0, 0])
                 total[0] += program.steps
                 total[1] += read * program.steps / rows
                 total[2] += seen * program.steps / rows
     layers = tuple(
         LayerStats(index, path, int(steps), read, seen)
-        for (index, path), (steps, read, seen) in sorted(totals.items())
+        for (index, path, _), (steps, read, seen) in sorted(totals.items())
     )
     return Stats(max((layer.steps for layer in layers), default=0), layers)

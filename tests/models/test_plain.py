@@ -34,7 +34,7 @@ def check(make: Callable[[], Decoder], graphs: int, policy: LayerPolicy) -> list
     got = plain.decode(model, compiled, STEPS, plain.LENGTH, seed=2)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     sites = hsa_compile.explain(compiled).sites
-    assert {(site.index, site.decision) for site in sites} == {(0, "sparse"), (1, "sparse")}, sites
+    assert [site.decision for site in sites] == ["sparse", "sparse"], sites
     assert graphs_compiled() <= graphs
     assert hsa_compile.stats(compiled).steps == STEPS
     return [site.cache for site in sites]
