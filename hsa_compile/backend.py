@@ -68,6 +68,8 @@ def lower_graph(gm: fx.GraphModule, example_inputs: Sequence[object], options: O
     """The pipeline up to and including *verify*."""
     graph_module = capture(gm)
     found = decline_autograd(find_attention(graph_module.graph), example_inputs)
+    if found:
+        options.policy.needs_whole(compat.compiled_root(gm).part)
     plans = plan(find_cache(graph_module.graph, found), options.policy)
     explanation = report(plans)
     rejected = [item for item in plans if isinstance(item, Reject)]
@@ -96,7 +98,7 @@ def compile_graph(
     bindings, inputs = bind(gm.graph, lowered.gm.graph, lowered.rewritten, example_inputs)
     inner = _run(lowered.gm, inputs, options)
     program = bindings.program(inner) if sites else None
-    registry.add(example_inputs, lowered.explanation, program)
+    registry.add(compat.compiled_root(gm).callable, example_inputs, lowered.explanation, program)
     return inner if program is None else program
 
 

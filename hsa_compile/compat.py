@@ -1,7 +1,10 @@
 """Every use of private torch API, and every difference between torch releases, in one place."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -194,11 +197,14 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def module_of(model: Any) -> torch.nn.Module | None:
-    """The module behind a compiled module, a module, or a (compiled) bound method of one."""
+    """The module behind a compiled module, a module, or a (compiled or wrapped) bound method of one."""
+    original = original_callable(model)
     for candidate in (
         model,
-        getattr(model, "__self__", None),
-        getattr(original_callable(model), "__self__", None),
+        *(
+            getattr(held, "__self__", None)
+            for held in (model, original, getattr(original, "__wrapped__", None))
+        ),
     ):
         if isinstance(candidate, torch.nn.Module):
             return getattr(candidate, "_orig_mod", candidate)
@@ -229,6 +235,44 @@ def compile_options(model: Any) -> dict[str, Any]:
             wrapped, "_torchdynamo_orig_callable", None
         )
     return {}
+
+
+@dataclass(frozen=True)
+class CompiledRoot:
+    """What the user compiled, as seen from within its compilation.
+
+    ``callable`` is what was given to ``torch.compile``, or None where that cannot be told. ``part`` says why the graph
+    at hand is only a part of it, and is empty where it is the whole.
+    """
+
+    callable: Any
+    part: str = ""
+
+
+def compiled_root(gm: torch.fx.GraphModule) -> CompiledRoot:
+    """The root of the compilation that is in progress.
+
+    A graph is a part when Dynamo ended it at a graph break, or when Dynamo was entered again below the root: between
+    its own frames and the wrapper around the root, the stack then holds frames that are not torch's.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    part = str(reason.reason).splitlines()[0] if reason is not None and reason.graph_break else ""
+    frame, tracing = sys._getframe(1), False
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if tracing and name == "compile_wrapper" and file.endswith(_EVAL_FRAME):
+            return CompiledRoot(frame.f_locals.get("fn"), part)
+        if file.endswith(_CONVERT_FRAME):
+            tracing = True
+        elif tracing and not part and not file.startswith(_TORCH):
+            part = f"the graph breaks in {name} ({file}:{frame.f_lineno})"
+        frame = frame.f_back  # type: ignore[assignment]
+    return CompiledRoot(None, "")
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_EVAL_FRAME = os.path.join("_dynamo", "eval_frame.py")
+_CONVERT_FRAME = os.path.join("_dynamo", "convert_frame.py")
 
 
 def trace_once(
@@ -267,6 +311,11 @@ def trace_through(
         torch.compile(function, backend=backend)(*args, **kwargs)
     except BackendCompilerFailed as failure:
         raise failure.inner_exception from None
+
+
+def decompose_when_functionalised(op: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
+    """Give an op that writes its arguments a decomposition, which AOTAutograd asks for before it functionalises."""
+    op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(function)
 
 
 # Inductor's lowerings and Triton templates (hsa_compile.lowering).

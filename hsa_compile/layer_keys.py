@@ -77,14 +77,24 @@ def matcher(key: str | int, count: int) -> Callable[[LayerName], bool]:
 
 def refuse_unmatched(key: str | int, layers: Sequence[LayerName]) -> NoReturn:
     """Raise the PolicyError for a key that is for none of ``layers``, naming what there is."""
-    indices = _spans(sorted({layer.index for layer in layers}))
+    indices = sorted({layer.index for layer in layers})
     paths = list(dict.fromkeys(layer.path for layer in layers))
     shown = listed(paths[:3]) + (f", ... ({len(paths)} in all)" if len(paths) > 3 else "")
     globs = dict.fromkeys(re.sub(r"\d+", "*", path) for path in paths)
     raise PolicyError(
-        f"layer key {key!r} matches no attention layer; "
-        f"valid: indices {indices}, module paths {shown}{did_you_mean(key, [*globs, *paths])}"
+        f"layer key {key!r} matches no attention layer; valid: indices {_spans(indices)}, "
+        f"module paths {shown}{_nearest_index(key, indices) or did_you_mean(key, [*globs, *paths])}"
     )
+
+
+def _nearest_index(key: str | int, indices: Sequence[int]) -> str:
+    """The layer nearest to an index, or to a range, that is for none; an empty string for a glob."""
+    span = _RANGE.fullmatch(key) if isinstance(key, str) else None
+    if isinstance(key, str) and span is None:
+        return ""
+    start = int(span[1]) if span else int(key)
+    start += indices[-1] + 1 if start < 0 else 0
+    return f"; did you mean {min(indices, key=lambda index: (abs(index - start), index))}?"
 
 
 def _spans(indices: Sequence[int]) -> str:

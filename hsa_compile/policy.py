@@ -255,6 +255,24 @@ class Policy:
                     chosen[i] = policy
         return chosen
 
+    def needs_whole(self, part: str) -> None:
+        """Refuse layer keys for a graph that is only a part of the model, for its layers cannot be told from others.
+
+        Dynamo then numbers layers from where the part begins, and may use one compiled part for several layers.
+
+        Args:
+            part: why the graph is a part; empty where it is the whole.
+
+        Raises:
+            PolicyError: the policy names layers and the graph is a part.
+        """
+        if part and self.layers:
+            raise PolicyError(
+                f"the policy names layers ({listed(key for key, _ in self.layers)}), but the model has a graph break, "
+                f"behind which layers cannot be told apart: {part}; valid: a policy with 'default' alone, "
+                "or a model without graph breaks (torch.compile(..., fullgraph=True) shows where they are)"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """A mapping that ``load`` reads back as an equal policy, also by way of JSON or YAML.
 

@@ -1,4 +1,4 @@
-"""Which compiled graphs belong to which model: by the parameters and buffers that they were compiled with."""
+"""Which compiled graphs belong to which model: by what was compiled, and by the parameters and buffers used."""
 
 from __future__ import annotations
 
@@ -17,47 +17,65 @@ from hsa_compile.runtime.program import Program
 
 @dataclass
 class _Entry:
-    alive: list[weakref.ref[torch.Tensor]]
+    root: weakref.ref[Any] | None
+    """The module or function that was compiled; a graph below a graph break may use no parameter of it."""
+    tensors: list[weakref.ref[torch.Tensor]]
     explanation: Explanation
     program: weakref.ref[Program] | None = None
+
+    def lives(self) -> bool:
+        return any(
+            held() is not None for held in (*self.tensors, *((self.root,) if self.root else ()))
+        )
 
 
 _ENTRIES: list[_Entry] = []
 
 
-def add(inputs: Sequence[object], explanation: Explanation, program: Program | None = None) -> None:
-    """Remember a compiled graph; it is forgotten with its parameters."""
+def _root_of(compiled: Any) -> Any:
+    """What stands for a compiled callable: its module, or the function."""
+    module = compat.module_of(compiled)
+    return compat.original_callable(compiled) if module is None else module
+
+
+def add(
+    root: Any, inputs: Sequence[object], explanation: Explanation, program: Program | None = None
+) -> None:
+    """Remember a compiled graph of ``root`` (a callable, or None); it is forgotten with it and its parameters."""
+    _ENTRIES[:] = [entry for entry in _ENTRIES if entry.lives()]
     if not explanation.sites:
         return
     tensors = [
-        held for held in inputs if isinstance(held, torch.Tensor) and not compat.is_fake(held)
+        weakref.ref(held)
+        for held in inputs
+        if isinstance(held, torch.Tensor) and not compat.is_fake(held)
     ]
-    _ENTRIES[:] = [
-        entry for entry in _ENTRIES if any(reference() is not None for reference in entry.alive)
-    ]
+    try:
+        owner = None if root is None else weakref.ref(_root_of(root))
+    except TypeError:  # such as a callable of a class with slots
+        owner = None
     _ENTRIES.append(
-        _Entry(
-            [weakref.ref(held) for held in tensors],
-            explanation,
-            None if program is None else weakref.ref(program),
-        )
+        _Entry(owner, tensors, explanation, None if program is None else weakref.ref(program))
     )
 
 
 def _of(model: Any) -> list[_Entry]:
-    module = compat.module_of(model)
-    if module is None:
-        raise HsaError(
-            f"{model!r} is not valid; valid: an nn.Module, a compiled module, or a bound method of one"
-        )
-    mine = {id(held): held for held in (*module.parameters(), *module.buffers())}
+    root = _root_of(model)
+    if not isinstance(root, torch.nn.Module):
+        if not callable(root):
+            raise HsaError(
+                f"{model!r} is not valid; "
+                "valid: an nn.Module, a compiled module or function, or a bound method of a module"
+            )
+        return [entry for entry in _ENTRIES if entry.root is not None and entry.root() is root]
+    mine = {id(held) for held in (*root.modules(), *root.parameters(), *root.buffers())}
+    # Objects compared are alive at once, so equal ids are equal objects.
     return [
         entry
         for entry in _ENTRIES
         if any(
-            id(held) in mine and mine[id(held)] is held
-            for held in (r() for r in entry.alive)
-            if held is not None
+            held is not None and id(held) in mine
+            for held in (entry.root and entry.root(), *(reference() for reference in entry.tensors))
         )
     ]
 

@@ -73,7 +73,7 @@ class CacheUpdate:
 
     kind: ``static`` (a graph input written in place), ``functional`` (a new tensor returned in its place) or
     ``dynamic`` (a graph input to which ``torch.cat`` appends). ``position`` is a node (tensor or SymInt), an int, or
-    None for ``dynamic`` (the end).
+    None for ``dynamic`` (the end). ``form`` names the calls that write.
     """
 
     kind: Literal["static", "functional", "dynamic"]
@@ -82,6 +82,11 @@ class CacheUpdate:
     new: fx.Node
     position: fx.Node | int | None
     form: str
+
+    @property
+    def counts_from_end(self) -> bool:
+        """Whether a negative position counts from the end of the cache, as it does in indexing."""
+        return self.form.startswith(("setitem", "index_put"))
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,12 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     forced = forced_pages(policy.sink, policy.recent, policy.page_size)
     if isinstance(tokens, int):
         budget = policy.pages(tokens)
-        slots = min(max(budget, forced), -(-tokens // policy.page_size))
+        slots = min(max(budget + 1, forced), -(-tokens // policy.page_size))
     elif fraction:
         budget = slots = 0  # both follow the length; the rewrite computes them in the graph
     else:
         budget = policy.pages(0)
-        slots = max(budget, forced)
+        slots = max(budget + 1, forced)
     return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
 
 

@@ -34,14 +34,16 @@ _HSA = torch.ops.hsa
 
 @dataclass(frozen=True)
 class SparseSite:
-    """One rewritten site: its new inputs, and what the runtime needs to bind them."""
+    """One rewritten site, and what the runtime needs to bind its state.
+
+    ``owns_summary`` is False where the site reads the summary of an earlier one: same keys, mask and pages.
+    """
 
     plan: LayerPlan
-    summary: fx.Node
-    covered: fx.Node
     cache_input: fx.Node
     page_major: bool
     result: fx.Node
+    owns_summary: bool
 
 
 @dataclass
@@ -154,12 +156,14 @@ class _Rewriter:
             return
         changes = bool(writes(memory(position)))
         capacity = min(capacity, self.capacity.get(position, capacity))
-        key = ("checked", position, cache.write if changes else None)
+        key = ("checked", position, cache.counts_from_end, cache.write if changes else None)
         if key not in self.made:
             first = next(node for node in self.graph.nodes if node.op != "placeholder")
             defined = first if position.op == "placeholder" else position.next
             with self.graph.inserting_before(cache.write if changes else defined):
-                self.made[key] = self.emit.call(_HSA.checked_position.default, position, capacity)
+                self.made[key] = self.emit.call(
+                    _HSA.checked_position.default, position, capacity, cache.counts_from_end
+                )
         cache.write.replace_input_with(position, self.made[key])
 
     # -- attention
@@ -168,22 +172,15 @@ class _Rewriter:
         attention, policy = plan.site.attention, plan.policy
         read, q, out = tensor(attention.k), tensor(attention.q), tensor(attention.out)
         assert read is not None and q is not None and out is not None
-        number = len(self.result.sites)
         page_major = not isinstance(read.shape[2], int)
-        summary, covered = self._state_inputs(plan, read, number, page_major)
         with self.graph.inserting_before(attention.out):
             bias, bits = self.masks.packed(attention.masks, keys, read, policy.page_size)
             position = self._position(plan.site.keys, keys, read)
-            self.emit.call(
-                _HSA.summarize.default,
-                keys,
-                bits,
-                position,
-                summary,
-                covered,
-                policy.algorithm,
-                policy.page_size,
-            )
+            described = ("summary", keys, bits, position, policy.algorithm, policy.page_size)
+            owns = described not in self.made
+            if owns:
+                self.made[described] = self._summary(plan, keys, bits, position, page_major)
+            summary = self.made[described]
             slots, budget = self._budget(plan, keys)
             selected = self.emit.call(
                 _HSA.select.default,
@@ -222,15 +219,15 @@ class _Rewriter:
         attention.out.replace_all_uses_with(result)
         self.counts.append(counts)
         cache_input = keys if plan.site.keys.kind == "dynamic" else plan.site.keys.base
-        self.result.sites.append(
-            SparseSite(plan, summary, covered, cache_input, page_major, result)
-        )
+        self.result.sites.append(SparseSite(plan, cache_input, page_major, result, owns))
         erase_unused(self.graph, attention.out)
 
-    def _state_inputs(
-        self, plan: LayerPlan, read: torch.Tensor, number: int, page_major: bool
-    ) -> tuple[fx.Node, fx.Node]:
-        policy = plan.policy
+    def _summary(
+        self, plan: LayerPlan, keys: fx.Node, bits: fx.Node, position: fx.Node, page_major: bool
+    ) -> fx.Node:
+        """Inputs for the summary of the keys and for what it covers, kept true to the keys; returns the summary."""
+        policy, read = plan.policy, plan.site.attention.k.meta["example_value"]
+        number = sum(site.owns_summary for site in self.result.sites)
         batch, heads, tokens, size = read.shape
         pages = (tokens + policy.page_size - 1) // policy.page_size
         made = []
@@ -248,7 +245,9 @@ class _Rewriter:
                     strides,
                 )
             )
-        return made[0], made[1]
+        arguments = (keys, bits, position, *made, policy.algorithm, policy.page_size)
+        self.emit.call(_HSA.summarize.default, *arguments)
+        return made[0]
 
     def _budget(self, plan: LayerPlan, keys: fx.Node) -> tuple[object, object]:
         if not plan.fraction or plan.slots:
@@ -282,6 +281,9 @@ class _Rewriter:
             made = self.emit.call(torch.reshape, position, (1,))
         if held is not None and held.dtype != torch.int64:
             made = self.emit.method("to", made, torch.int64)
+        if held is not None and cache.counts_from_end:
+            tokens = self.emit.call(operator.add, made, read.shape[2])
+            made = self.emit.call(torch.where, self.emit.call(operator.lt, made, 0), tokens, made)
         self.made[key] = made
         return made
 

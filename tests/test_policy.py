@@ -274,7 +274,15 @@ def test_a_range_can_turn_out_reversed():
 @pytest.mark.parametrize(
     "key, message",
     [
-        (8, ["policy: layer key 8 matches no attention layer; valid: indices 0-7, module paths "]),
+        (
+            8,
+            [
+                "policy: layer key 8 matches no attention layer; valid: indices 0-7, module paths ",
+                "did you mean 7?",
+            ],
+        ),
+        (-12, ["layer key -12 ", "did you mean 0?"]),
+        ("9-12", ["layer key '9-12' ", "did you mean 7?"]),
         ("-9", ["layer key -9", "'model.layers.0.self_attn', ", "... (8 in all)"]),
         ("10-20", ["layer key '10-20'", "indices 0-7"]),
         ("model.layer.*.self_attn", ["did you mean 'model.layers.*.self_attn'?"]),

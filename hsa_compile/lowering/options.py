@@ -7,6 +7,7 @@ renderer give a kernel the same constants. Names are those of the templates' leg
 from dataclasses import dataclass
 
 from .. import algorithms
+from ..ops.summarize import MARK_FACTOR, MARKED_CHANNELS
 
 # Values end up as source text: a string carries its own quotes.
 Constants = dict[str, int | float | bool | str]
@@ -65,6 +66,8 @@ def summarize(
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,
         "BATCH_POSITION": batch_position,
+        "MARKED_CHANNELS": MARKED_CHANNELS,
+        "MARK_FACTOR": MARK_FACTOR,
     }
 
 
@@ -113,7 +116,7 @@ def top_pages(
     recent: int,
     pages: int | None,
 ) -> Constants:
-    """``pages`` is None where their number is not known; ``budget_pages`` -1 stands for all slots."""
+    """``pages`` is None where their number is not known."""
     group_pad = next_power_of_2(group)
     most = min(SINGLE_BLOCK_PAGES, SINGLE_BLOCK_SCORES // group_pad)
     block = max(16, next_power_of_2(pages or 1))

@@ -70,9 +70,7 @@ def lower(
         (batch, kv_heads, pages),
         examples={"bits": full_words},
     )
-    # A symbolic budget that equals the slots needs no constant; any other one becomes a guard.
-    unused = bool(fraction) or compat.expressions_equal(budget_pages, slots)
-    budget = -1 if unused else compat.static_int(budget_pages)
+    budget = 0 if fraction else compat.static_int(budget_pages)
     constants = options.top_pages(
         float(scale), group_reduce, kv_heads, group, page_size, rows, budget, fraction, sink, recent,
         compat.static_int(pages) if compat.is_constant(pages) else None,

@@ -16,15 +16,13 @@ import math
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from torch.types import IntLikeType
 
-from .. import algorithms
+from .. import algorithms, compat
 from .page_mask import unpack
 from .select import FRACTION_UNIT
-from .summarize import kv_head_words
+from .summarize import expected, kv_head_words
 
 # Group sizes up to which Inductor's loop beats BLAS on ``_dot``.
 _LOOP_GROUP = 8
@@ -56,7 +54,7 @@ def _materialise(x: Tensor) -> Tensor:
 
 def _is_traced(x: Tensor) -> bool:
     """Whether this is Inductor looking at the expression, not a computation."""
-    return isinstance(x, FakeTensor)
+    return compat.is_fake(x)
 
 
 def _work_dtype(q: Tensor) -> torch.dtype:
@@ -137,8 +135,10 @@ def summarize(
     tokens = keys.shape[2]
     words = kv_head_words(bits, keys.shape[1])
     page = position // page_size
-    elsewhere = torch.arange(bits.shape[-1], device=keys.device) != page
-    stale = (covered[..., 0] != words) | (covered[..., 1] != position)
+    # Compared without a dimension: one of size 1 would guard on whether there is one page only.
+    elsewhere = torch.arange(bits.shape[-1], device=keys.device) != page.squeeze(0)
+    stale = covered[..., 1] != expected(keys, position).unsqueeze(-1)
+    stale = stale | (covered[..., 0] != words)
     others = (stale & elsewhere).any()
     at = (page * page_size + torch.arange(page_size, device=keys.device)).clamp(max=tokens - 1)
     word = words.index_select(-1, page)
@@ -151,7 +151,7 @@ def summarize(
         keys, bits, position, fresh, others, summary, covered, algorithm, page_size
     )
     covered[..., 0].copy_(words)
-    covered[..., 1].copy_(position + 1)
+    covered[..., 1].copy_(expected(keys, position + 1).unsqueeze(-1))
     return None
 
 
@@ -183,11 +183,11 @@ def select(
     last = torch.where(present, highest, -1).amax(-1, keepdim=True)
     always = present & ((lowest < first + sink) | (highest > last - max(recent, 1)))
     always_count = always.sum(-1, keepdim=True)
+    bought: Tensor | IntLikeType = budget_pages
     if fraction:
-        share = -(-(fraction * length) // (page_size * FRACTION_UNIT))
-        wanted = torch.maximum(always_count, share.unsqueeze(-1))
-    else:
-        wanted = always_count.clamp(min=budget_pages)
+        bought = (-(-(fraction * length) // (page_size * FRACTION_UNIT))).unsqueeze(-1)
+    within = length.unsqueeze(-1) <= bought * page_size
+    wanted = torch.maximum(always_count, within + bought)
 
     rank = _rank(q, summary, bits, scale, algorithm, group_reduce)
     # Where the cache is shorter than the budget, its length bounds the work, and padding makes up the shape.
@@ -200,7 +200,7 @@ def select(
     )
     ids = torch.sort(torch.where(kept, order, pages), -1).values
     ids = torch.where(ids < pages, ids, -1).to(torch.int32)
-    if not statically_known_true(slots <= pages):
+    if not compat.statically_known_true(slots <= pages):
         ids = F.pad(ids, (0, slots - count), value=-1)
     return ids, counts
 
@@ -218,7 +218,7 @@ def sparse_attention(
     """See ``hsa_compile.ops.sparse_attention``."""
     batch, kv_heads, tokens = keys.shape[:3]
     pages = bits.shape[-1]
-    if not statically_known_true(ids.shape[-1] <= pages):
+    if not compat.statically_known_true(ids.shape[-1] <= pages):
         # No more pages are valid than there are, and padding comes last. (A slice would guard on which is smaller.)
         ids = ids.index_select(
             -1, torch.arange(torch.sym_min(ids.shape[-1], pages), device=q.device)
@@ -262,4 +262,4 @@ def sparse_attention(
 
 # An op that writes its arguments is functionalised before decompositions are looked up; this is where it is asked for
 # one of its own.
-torch.ops.hsa.summarize.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(summarize)
+compat.decompose_when_functionalised(torch.ops.hsa.summarize.default, summarize)

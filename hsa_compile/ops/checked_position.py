@@ -1,6 +1,8 @@
 """``hsa::checked_position``: a readable error before a static cache is written past its end.
 
-    position [1] or [] int64, capacity (tokens)  ->  the same position
+    position [1] or [] int64, capacity (tokens), from_end  ->  the same position
+
+With ``from_end`` a negative position is one that indexing counts from the end of the cache.
 
 Compiled indexing reports an overrun late and without a name, or not at all. On a CPU the rewrite
 passes the position of a static cache through this op before the model's own write. On a GPU looking
@@ -14,13 +16,13 @@ from hsa_compile.errors import CacheError
 
 from ._library import define
 
-define("checked_position(Tensor position, SymInt capacity) -> Tensor")
+define("checked_position(Tensor position, SymInt capacity, bool from_end) -> Tensor")
 
 
-def checked_position(position: Tensor, capacity: int) -> Tensor:
-    """Raises ``CacheError`` where a position is outside ``[0, capacity)``."""
+def checked_position(position: Tensor, capacity: int, from_end: bool) -> Tensor:
+    """Raises ``CacheError`` where a position is outside ``[0, capacity)`` (or ``[-capacity, capacity)``)."""
     at = int(position)
-    if not 0 <= at < capacity:
+    if not (-capacity if from_end else 0) <= at < capacity:
         raise CacheError(
             f"token {at} does not fit into a static KV cache of {capacity} tokens; nothing was written: "
             f"make the cache longer (max_cache_len >= {at + 1}) or start a new one"
@@ -28,5 +30,5 @@ def checked_position(position: Tensor, capacity: int) -> Tensor:
     return position.clone()
 
 
-def fake(position: Tensor, capacity: IntLikeType) -> Tensor:
+def fake(position: Tensor, capacity: IntLikeType, from_end: bool) -> Tensor:
     return position.new_empty(position.shape)

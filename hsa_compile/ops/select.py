@@ -18,7 +18,10 @@ head the group is reduced to one number a page:
 Pages that hold one of the first ``sink`` attendable tokens, one of the last ``recent``, or the newest one are always
 in. They count towards the number of pages, ``ceil(budget / page_size)``, and are all of them where they are more. The
 rest go by score, ties to the lower index. A page without an attendable token is never selected. A budget given as a
-fraction is taken of the attendable tokens of the row; it is passed in units of 1 / 65536 (0: ``slots`` is the budget).
+fraction is taken of the attendable tokens of the row; it is passed in units of 1 / 65536 (0: ``budget_pages`` counts).
+
+A row whose attendable tokens are no more than the pages of its budget hold may take one page more: tokens that begin
+inside a page touch one page more than they fill. Nothing is then left out of it.
 """
 
 import math
@@ -93,9 +96,10 @@ def select_reference(
                 t // page_size for t in tokens if t < first + sink or t > last - recent or t == last
             }
             share = -(-(fraction * len(tokens)) // (page_size * FRACTION_UNIT))
-            wanted = max(len(always), share if fraction else budget_pages)
+            bought = share if fraction else budget_pages
+            wanted = min(slots, max(len(always), bought + (len(tokens) <= bought * page_size)))
             by_score = sorted(in_page.keys() - always, key=lambda p: (-float(rank[b, h, p]), p))
-            chosen = sorted([*always, *by_score[: wanted - len(always)]])[:slots]
+            chosen = sorted([*always, *by_score[: wanted - len(always)]])
             ids[b, h, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
             counts[b, h, 0] = sum(in_page[p] for p in chosen)
             counts[b, h, 1] = len(tokens)

@@ -4,13 +4,18 @@
     bits     [Bm, Hm, P]           packed mask of this step (``hsa::page_mask``); Bm in {1, B}, Hm in {1, Hq}
     position [1] or [B] int64      where this step's token was written
     summary  [B, Hkv, P, R]        written; R = algorithm's parts x D, in the dtype of the keys
-    covered  [B, Hkv, P, 2] int64  written; which tokens a summary describes, and the position expected next
+    covered  [B, Hkv, P, 2] int64  written; which tokens a summary describes, and what the next step should find
 
 A page is stale, and is summarised anew over the tokens that any query head of the KV head can attend, when
 
 - the tokens that can be attended are not those it covers (growth, a crop, a window that moved, another padding), or
 - this step wrote into it, or
-- the position is not the one expected (the cache was written elsewhere, or this state is new: expected is -1).
+- the next step does not find what this one left: a position one further, and before it the key that was written here
+  (the cache was written elsewhere, or this state is new: expected is -1).
+
+What is expected is one word, ``expected``: the position, and 31 bits of the key before it. That key depends on all
+tokens before it, in every layer but the first, so a request that took the place of another is seen by it where nothing
+else tells: a tensor of ``torch.inference_mode`` has no version counter.
 
 Nothing outside the mask is ever read into a summary, so padding and memory that was never written shape nothing.
 A page without attendable tokens gets a summary of zeros; selection never asks for it.
@@ -28,6 +33,9 @@ from ._library import define, implement
 from .page_mask import unpack
 
 NEVER = -1
+# Channels of the last key that are looked at, and what they are multiplied with.
+MARKED_CHANNELS = 4
+MARK_FACTOR = 31
 # Numbers of keys gathered at once in a rebuild: small enough to stay in a core's cache, large enough to hide the calls.
 _NUMBERS_AT_ONCE = 1 << 19
 
@@ -39,6 +47,24 @@ define(
     "store_summary(Tensor keys, Tensor bits, Tensor position, Tensor fresh, Tensor others, "
     "Tensor(a!) summary, Tensor covered, str algorithm, int page_size) -> ()"
 )
+
+
+def expected(keys: Tensor, position: Tensor) -> Tensor:
+    """What a step at ``position [1] or [B]`` should find: ``[B, Hkv]`` int64.
+
+    The low half is the position; the high half a mark of the key before it, of the bits of its first channels in fp32.
+    """
+    before = (position - 1).clamp(min=0)
+    if position.shape[0] == 1:
+        key = keys.index_select(2, before).squeeze(2)
+    else:
+        key = keys[torch.arange(keys.shape[0], device=keys.device), :, before]
+    mark = torch.zeros((), dtype=torch.int64, device=keys.device)
+    for channel in range(min(MARKED_CHANNELS, keys.shape[3])):
+        bits = key[..., channel].float().view(torch.int32).to(torch.int64)
+        mark = mark + bits * MARK_FACTOR**channel
+    mark = torch.where(position.unsqueeze(-1) > 0, mark & 0x7FFFFFFF, 0)
+    return (mark << 32) | position.unsqueeze(-1)
 
 
 def kv_head_words(bits: Tensor, kv_heads: int) -> Tensor:
@@ -125,7 +151,8 @@ def _refresh(
     score = algorithms.get(algorithm)
     words = kv_head_words(bits, keys.shape[1])
     at = position.reshape(-1, 1, 1)
-    stale = (covered.select(-1, 0) != words) | (covered.select(-1, 1) != at)
+    found = expected(keys, position).unsqueeze(-1)
+    stale = (covered.select(-1, 0) != words) | (covered.select(-1, 1) != found)
     written = {p // page_size for p in position.tolist()}
     page = written.pop()
     if written or page >= words.shape[2]:
@@ -167,7 +194,7 @@ def summarize(
     """PyTorch implementation: work in proportion to the stale pages, beside one look at the words."""
     _refresh(keys, bits, position, summary, covered, algorithm, page_size)
     covered.select(-1, 0).copy_(kv_head_words(bits, keys.shape[1]))
-    covered.select(-1, 1).copy_((position + 1).reshape(-1, 1, 1))
+    covered.select(-1, 1).copy_(expected(keys, position + 1).unsqueeze(-1))
 
 
 def fake(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -53,7 +54,9 @@ def bind(
     ]
     outputs = next(iter(reversed(original.nodes))).args[0]
     names = [node.name if isinstance(node, fx.Node) else None for node in outputs]  # type: ignore[union-attr]
-    summaries = tuple(_summary(site, at, readers, grown, names) for site in rewritten.sites)
+    owners = [site for site in rewritten.sites if site.owns_summary]
+    summaries = tuple(_summary(site, at, readers, grown, names) for site in owners)
+    summaries = _told_apart(summaries)
     return (
         Bindings(
             summaries,
@@ -91,6 +94,17 @@ def _summary(
         growing=site.cache_input in grown,
         moves_to=outputs.index(cache.write.name) if cache.kind == "functional" else None,
     )
+
+
+def _told_apart(summaries: tuple[SummaryBinding, ...]) -> tuple[SummaryBinding, ...]:
+    """Number the summaries of one cache, which differ in their masks."""
+    times: Counter[tuple[object, ...]] = Counter()
+    numbered = []
+    for binding in summaries:
+        key = (binding.argument, binding.offset, binding.layout)
+        numbered.append(replace(binding, ordinal=times[key]))
+        times[key] += 1
+    return tuple(numbered)
 
 
 def _block(

@@ -28,6 +28,8 @@ class SummaryBinding:
     growing: bool
     moves_to: int | None
     """Output that takes the cache's place, for functional updates."""
+    ordinal: int = 0
+    """Which of several summaries of the same keys, under different masks, this is."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,12 @@ class Program:
         assert isinstance(held, Tensor)
         batch = binding.batch(arguments)
         if binding.growing:
+            geometry: Hashable = (batch, binding.ordinal)
             return state_of(
-                held, held.untyped_storage(), binding.layout, binding.page_major, (batch,)
+                held, held.untyped_storage(), binding.layout, binding.page_major, geometry
             )
-        geometry: Hashable = (batch, held.storage_offset() + binding.offset, held.stride())
+        offset = held.storage_offset() + binding.offset
+        geometry = (batch, binding.ordinal, offset, held.stride())
         return state_of(held, root_of(held), binding.layout, binding.page_major, geometry)
 
     def _assemble(self, results: Sequence[object], inputs: Sequence[object]) -> tuple[object, ...]:

@@ -135,10 +135,6 @@ def test_a_row_of_the_triangle() -> None:
     check_rewritten(attend, Shape(kv_heads=4))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="known limit: explain(model) finds graphs by their parameters, and this one has none",
-)
 def test_attention_behind_a_graph_break() -> None:
     """The row is picked by a number that only the data tells, which breaks the graph inside of attention.
 

@@ -104,18 +104,18 @@ hsa_covered_0 = input [2, 2, 8, 2] i64
 hsa_summary_1 = input [2, 2, 8, 32] f32
 hsa_covered_1 = input [2, 2, 8, 2] i64
 hsa_counters_0 = input [2, 2] i64
-position_0 = hsa.checked_position([1] i64, 128)
+position_0 = hsa.checked_position([1] i64, 128, False)
 index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
 index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
 bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
 hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
-position_1 = hsa.checked_position([1] i64, 128)
+position_1 = hsa.checked_position([1] i64, 128, False)
 index_copy_(keys_1, 2, position_1, [2, 2, 1, 16] f32)
 index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
 hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
-ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_0, None, 0.25, 16)
 return [2, 1, 128] f32
 """,
@@ -138,12 +138,12 @@ copy_(keys_0[:, :, -1:], [2, 2, 1, 16] f32)
 copy_(values_0[:, :, -1:], [2, 2, 1, 16] f32)
 bits_0 = hsa.page_mask([2, 1, 1, n0 + 1] b8, 16)
 hsa.summarize(keys_0, bits_0, full((1), n0), hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
 copy_(keys_1[:, :, -1:], [2, 2, 1, 16] f32)
 copy_(values_1[:, :, -1:], [2, 2, 1, 16] f32)
 hsa.summarize(keys_1, bits_0, full((1), n0), hsa_summary_1, hsa_covered_1, cuboid, 16)
-ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_0, None, 0.25, 16)
 return [2, 1, 128] f32
 """,
@@ -162,18 +162,18 @@ hsa_covered_0 = input [2, 2, 8, 2] i64
 hsa_summary_1 = input [2, 2, 8, 32] f32
 hsa_covered_1 = input [2, 2, 8, 2] i64
 hsa_counters_0 = input [2, 2] i64
-position_0 = hsa.checked_position([1] i64, 128)
+position_0 = hsa.checked_position([1] i64, 128, False)
 index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
 index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
 bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
 hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
-position_1 = hsa.checked_position([1] i64, 128)
+position_1 = hsa.checked_position([1] i64, 128, False)
 index_copy_(keys_1, 2, position_1, [2, 2, 1, 16] f32)
 index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
 hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
-ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_0, None, 0.25, 16)
 return [2, 1, 128] f32
 """,
@@ -196,12 +196,12 @@ copy_(keys_0[:, :, -1:], [2, 2, 1, 24] f32)
 copy_(values_0[:, :, -1:], [2, 2, 1, 24] f32)
 bits_0 = hsa.page_mask([2, 1, 1, n0 + 1] b8, 16)
 hsa.summarize(keys_0, bits_0, full((1), n0), hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 24] f32, hsa_summary_0, bits_0, 0.204124, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_0, counts_0 = hsa.select([2, 4, 1, 24] f32, hsa_summary_0, bits_0, 0.204124, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 24] f32, keys_0, values_0, ids_0, bits_0, None, 0.204124, 16)
 copy_(keys_1[:, :, -1:], [2, 2, 1, 24] f32)
 copy_(values_1[:, :, -1:], [2, 2, 1, 24] f32)
 hsa.summarize(keys_1, bits_0, full((1), n0), hsa_summary_1, hsa_covered_1, cuboid, 16)
-ids_1, counts_1 = hsa.select([2, 4, 1, 24] f32, hsa_summary_1, bits_0, 0.204124, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_1, counts_1 = hsa.select([2, 4, 1, 24] f32, hsa_summary_1, bits_0, 0.204124, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 24] f32, keys_1, values_1, ids_1, bits_0, None, 0.204124, 16)
 return [2, 1, 128] f32
 """,
@@ -224,12 +224,12 @@ copy_(keys_0[:, :, -1:], [2, 2, 1, 16] f32)
 copy_(values_0[:, :, -1:], [2, 2, 1, 16] f32)
 bits_0 = hsa.page_mask([2, 1, 1, n0 + 1] b8, 16)
 hsa.summarize(keys_0, bits_0, full((1), n0), hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
 copy_(keys_1[:, :, -1:], [2, 2, 1, 16] f32)
 copy_(values_1[:, :, -1:], [2, 2, 1, 16] f32)
 hsa.summarize(keys_1, bits_0, full((1), n0), hsa_summary_1, hsa_covered_1, cuboid, 16)
-ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_0, None, 0.25, 16)
 return [2, 1, 128] f32
 """,
@@ -244,12 +244,12 @@ values_0 = input [2, 2, 128, 16] f32
 hsa_summary_0 = input [2, 2, 8, 32] f32
 hsa_covered_0 = input [2, 2, 8, 2] i64
 hsa_counters_0 = input [1, 2] i64
-position_0 = hsa.checked_position([1] i64, 128)
+position_0 = hsa.checked_position([1] i64, 128, False)
 index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
 index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
 bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
 hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.223607, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.223607, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.223607, 16)
 return [2, 1, 128] f32
 """,
@@ -268,18 +268,18 @@ hsa_covered_0 = input [2, 4, 8, 2] i64
 hsa_summary_1 = input [2, 4, 8, 32] f32
 hsa_covered_1 = input [2, 4, 8, 2] i64
 hsa_counters_0 = input [2, 2] i64
-position_0 = hsa.checked_position([1] i64, 128)
+position_0 = hsa.checked_position([1] i64, 128, False)
 index_copy_(keys_0, 2, position_0, [2, 4, 1, 16] f32)
 index_copy_(values_0, 2, position_0, [2, 4, 1, 16] f32)
 bits_0 = hsa.page_mask([2, 1, 1, 128] f32, 16)
 hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, [2, 1, 1, 128] f32, 0.25, 16)
-position_1 = hsa.checked_position([1] i64, 128)
+position_1 = hsa.checked_position([1] i64, 128, False)
 index_copy_(keys_1, 2, position_1, [2, 4, 1, 16] f32)
 index_copy_(values_1, 2, position_1, [2, 4, 1, 16] f32)
 hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
-ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, bits_0, [2, 1, 1, 128] f32, 0.25, 16)
 return [2, 1, 128] f32
 """,
@@ -296,12 +296,12 @@ values_0 = input [2, 2, 128, 16] f32
 hsa_summary_0 = input [2, 2, 8, 32] f32
 hsa_covered_0 = input [2, 2, 8, 2] i64
 hsa_counters_0 = input [1, 2] i64
-position_0 = hsa.checked_position([1] i64, 128)
+position_0 = hsa.checked_position([1] i64, 128, True)
 setitem(keys_0, (:, :, position_0), [2, 2, 1, 16] f32)
 setitem(values_0, (:, :, position_0), [2, 2, 1, 16] f32)
 bits_0 = hsa.page_mask([1, 1, 1, 128] b8, 16)
 hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, None, 0.25, 16)
 return [2, 1, 64] f32
 """,
@@ -324,7 +324,7 @@ copy_(keys_0[:, 100:101], [2, 1, 4, 16] f32)
 copy_(values_0[:, 100:101], [2, 1, 4, 16] f32)
 bits_0 = hsa.page_mask([1, 1, 1, 128] b8, 16)
 hsa.summarize(permute(keys_0, 0, 2, 1, 3), bits_0, full((1), 100), hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, permute(keys_0, 0, 2, 1, 3), transpose(values_0, 1, 2), ids_0, bits_0, None, 0.25, 16)
 return out_0
 """,
@@ -348,7 +348,7 @@ copy_(keys_0[:, :, -1:], [2, 2, 1, 16] f32)
 copy_(values_0[:, :, -1:], [2, 2, 1, 16] f32)
 bits_0 = hsa.page_mask([1, 4, 1, n0 + 1] f32, 16)
 hsa.summarize(keys_0, bits_0, full((1), n0), hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 4, 4, 0, 4, 16, softmax_mean)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, bits_0, [1, 4, 1, n0 + 1] f32, 0.25, 16)
 return [2, 1, 64] f32
 """,

@@ -52,7 +52,7 @@ class Case:
         """Arguments of ``select`` after q, summary and bits, with the slots that the rule needs."""
         unit = int(self.fraction * FRACTION_UNIT)
         forced = forced_pages(self.sink, self.recent, self.page_size)
-        slots = max(self.slots, forced)
+        slots = max(self.slots + 1, forced)
         if unit:
             tokens = self.length if tokens is None else tokens
             slots = (unit * tokens - 1) // (self.page_size * FRACTION_UNIT) + 1 + forced

@@ -105,6 +105,12 @@ def select_by_scores(
         ([1, 2], [0, 0], 2, {}, [-1, -1], [0, 0]),
         # Half of 13 tokens: two pages of four.
         ([1, 5, 2, 0], [15, 15, 15, 1], 4, {"fraction": 32768}, [1, 3, -1, -1], [5, 13]),
+        # 8 tokens in three pages, and the budget buys two: a row within its budget keeps all.
+        ([1, 9, 2, 0], [0, 12, 15, 3], 3, {"budget": 2}, [1, 2, 3], [8, 8]),
+        # 9 tokens: one too many.
+        ([1, 9, 2, 0], [0, 14, 15, 3], 3, {"budget": 2}, [1, 3, -1], [5, 9]),
+        # All of 6 tokens, as a fraction.
+        ([1, 9, 2, 0], [0, 8, 15, 1], 4, {"fraction": 65536}, [1, 2, 3, -1], [6, 6]),
         # More slots than pages.
         ([1, 2], [15, 15], 4, {}, [0, 1, -1, -1], [8, 8]),
     ],

@@ -93,6 +93,21 @@ def test_a_write_elsewhere_is_seen_by_its_position() -> None:
 
 
 @pytest.mark.parametrize("how", ["op", "traced"])
+def test_another_request_at_the_expected_position(how: str) -> None:
+    """Nothing tells but the key before the new one: it is not the one that was written there."""
+    update = torch.compile(decode, backend=traced, dynamic=False) if how == "traced" else decode
+    case = Case(length=128, page_size=32, batch=2, mask="full")
+    state = build(case)
+    summary, covered = rebuilt(state, 60, causal(case, 60))
+    state.keys[1, :, :61].normal_()
+    state.keys[:, :, 61].normal_()
+    update(state, torch.tensor([61]), causal(case, 61), summary, covered)
+    expected = rebuilt(state, 61, causal(case, 61))
+    torch.testing.assert_close(summary, expected[0], **TOLERANCE)
+    assert torch.equal(covered, expected[1])
+
+
+@pytest.mark.parametrize("how", ["op", "traced"])
 def test_a_position_for_each_row(how: str) -> None:
     update = torch.compile(decode, backend=traced, dynamic=False) if how == "traced" else decode
     case = Case(length=128, page_size=32, batch=3, mask="full")

@@ -1,14 +1,16 @@
 """Summaries follow the cache that they describe, however it is touched between steps."""
 
+import contextlib
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hsa_compile
+from hsa_compile.ops import summarize
 
 from .helpers import POLICY, SIZE, Decoder, new_cache, prefill, reference_step
 
@@ -160,6 +162,27 @@ def test_two_policies_on_one_cache(model: Decoder) -> None:
             pair.position += 1
 
 
+def test_another_request_up_to_the_expected_position(model: Decoder, grad_mode: str) -> None:
+    """The cache is reset and filled with another prompt, exactly as long as the last request had become."""
+    pair = Pair(model, compiled(model))
+    pair.check(3)
+    pair.both(lambda k, v: (k.zero_(), v.zero_()))
+    pair.write(torch.randn(2, pair.position, SIZE), 0)
+    pair.check(3)
+    swapped = torch.tensor([1, 0])  # rows reordered in place, as beam search may
+    pair.both(lambda k, v: (k.copy_(k[swapped]), v.copy_(v[swapped])))
+    pair.check(3)
+
+
+def test_writes_that_no_counter_sees(model: Decoder) -> None:
+    with torch.no_grad():
+        pair = Pair(model, compiled(model))
+        pair.check(2)
+        pair.both(lambda k, v: k.data[:, :, :90].mul_(-1))
+        pair.both(lambda k, v: k.numpy()[:, :, 90:92].fill(0.5))
+        pair.check(2)
+
+
 def test_deepcopied_prefix(model: Decoder) -> None:
     with torch.no_grad():
         step = compiled(model)
@@ -202,3 +225,91 @@ def test_overrun_is_an_error_and_writes_nothing(model: Decoder) -> None:
             pair.step(torch.randn(2, 1, SIZE), *pair.cache, torch.tensor([128]))
         for held, was in zip(pair.cache, before, strict=True):
             torch.testing.assert_close(held, was, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("position", [-1, -28, -128])
+def test_positions_from_the_end(model: Decoder, position: int) -> None:
+    """Indexing counts a negative position from the end, and so does the rewritten attention."""
+
+    class FromTheEnd(Decoder):
+        def forward(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)
+            keys[:, :, position] = k
+            values[:, :, position] = v
+            mask = torch.arange(keys.shape[2]) <= position + keys.shape[2]
+            return nn.functional.scaled_dot_product_attention(
+                q, keys, values, mask[None, None, None], enable_gqa=True
+            )
+
+    with torch.no_grad():
+        other = FromTheEnd()
+        step, cache, twin = compiled(other), new_cache(2), new_cache(2)
+        prefix = torch.randn(2, 128, SIZE)
+        for held in (cache, twin):
+            prefill(other, *held, prefix)
+        for at in range(position, min(position + 3, 0)):
+            x = torch.randn(2, 1, SIZE)
+            want = reference_step(other, x, *twin, 128 + at)
+            got = step(x, *cache, torch.tensor([at]))
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(cache, twin)
+        with pytest.raises(hsa_compile.CacheError, match=r"token -129 "):
+            step(x, *cache, torch.tensor([-129]))
+
+
+class Twice(Decoder):
+    """Two attentions over one cache in one step, the second under a mask of its own or the same one."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)
+        keys[:, :, position] = k
+        values[:, :, position] = v
+        token = torch.arange(keys.shape[2])
+        mask = (token <= position)[None, None, None]
+        other = mask & (token > position - 70) if self.own else mask
+        attend = nn.functional.scaled_dot_product_attention
+        first = attend(q, keys, values, mask, enable_gqa=True)
+        return first + attend(q * 2, keys, values, other, enable_gqa=True)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_two_attentions_over_one_cache(own: bool) -> None:
+    """Each page is summarised once a mask, and only where it is stale."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        model = Twice(own)
+        step = compiled(model)
+        keys, values = new_cache(2)
+        prefill(model, keys, values, torch.randn(2, 100, SIZE))
+        gc.collect()
+        before = hsa_compile.summary_bytes()
+        step(torch.randn(2, 1, SIZE), keys, values, torch.tensor([100]))
+        held = hsa_compile.summary_bytes() - before
+        assert held == (2 if own else 1) * 2 * 2 * 8 * (2 * 16 * 4 + 2 * 8)
+        for at in range(101, 108):
+            x = torch.randn(2, 1, SIZE)
+            fresh = [t.clone() for t in (keys, values)]
+            with full_rebuilds() as rebuilt:
+                got = step(x, keys, values, torch.tensor([at]))
+                assert not rebuilt
+            want = step(x, *fresh, torch.tensor([at]))
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@contextlib.contextmanager
+def full_rebuilds() -> Iterator[list[int]]:
+    """Numbers of pages that ``summarize`` gathers beside the one written into, where those are most of them."""
+    seen: list[int] = []
+    original = summarize._refresh_pages
+
+    def counted(keys: Tensor, words: Tensor, stale: Tensor, *rest: object) -> None:
+        seen.extend([int(stale.sum())] if stale.float().mean() > 0.5 else [])
+        original(keys, words, stale, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summarize, "_refresh_pages", counted)
+        yield seen
