@@ -23,7 +23,7 @@ _ATTACH_GLOBAL = 1
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _PREFERRED_LOCATION, _ACCESSED_BY = 3, 5
 _ON_DEVICE, _ON_HOST, _CPU_DEVICE = 1, 2, -1
-_DEVICE_TO_DEVICE = 3
+_HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
 
 
 class Driver(Protocol):
@@ -49,7 +49,7 @@ class Driver(Protocol):
     def current_stream(self) -> Any: ...
 
     def record(self, streams: Sequence[Any]) -> list[Any] | None:
-        """An event on each stream; None while one of them is being captured into a graph."""
+        """An event on each stream; None while one of them, or the current one, is being captured into a graph."""
 
     def done(self, event: Any) -> bool: ...
 
@@ -162,35 +162,43 @@ class CudaDriver:
         return self._crosses
 
     def _try_copies(self) -> bool:
+        """Copies of all kinds, small and large, across the border of two registrations."""
         half = 256 << 10
-        address = host_os.map_memory(2 * half, huge_pages=False)
+        pinned = host_os.map_memory(2 * half, huge_pages=False)
+        pageable = host_os.map_memory(2 * half, huge_pages=False)
         registered: list[int] = []
         try:
-            for at in (address, address + half):
+            for at in (pinned, pinned + half):
                 if self.register(at, half) is not None:
                     return False
                 registered.append(at)
             stream = torch.cuda.Stream(self.device)  # of its own: nothing to wait for
             with self._on_device(), torch.cuda.stream(stream):
                 scratch = torch.empty(2 * half, dtype=torch.uint8, device=self.device)
-                ok = True
+                failed = 0
                 for nbytes in (4096, 2 * half):
-                    host = address + half - nbytes // 2
-                    for target, source in ((scratch.data_ptr(), host), (host, scratch.data_ptr())):
-                        ok = ok and not self._call(
+                    across = pinned + half - nbytes // 2
+                    for target, source, kind in (
+                        (scratch.data_ptr(), across, _DEVICE_TO_DEVICE),
+                        (across, scratch.data_ptr(), _DEVICE_TO_DEVICE),
+                        (pageable, across, _DEVICE_TO_HOST),
+                        (across, pageable, _HOST_TO_DEVICE),
+                    ):
+                        failed |= self._call(
                             "MemcpyAsync",
                             ctypes.c_void_p(target),
                             ctypes.c_void_p(source),
                             ctypes.c_size_t(nbytes),
-                            _DEVICE_TO_DEVICE,
+                            kind,
                             ctypes.c_void_p(stream.cuda_stream),
                         )
                 stream.synchronize()
-                return ok
+                return not failed
         finally:
             for at in registered:
                 self.unregister(at)
-            host_os.unmap(address, 2 * half)
+            host_os.unmap(pinned, 2 * half)
+            host_os.unmap(pageable, 2 * half)
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -204,7 +212,7 @@ class CudaDriver:
 
     def record(self, streams: Sequence[torch.cuda.Stream]) -> list[torch.cuda.Event] | None:
         with self._on_device():
-            if any(self._capturing(stream) for stream in streams):
+            if any(self._capturing(stream) for stream in (self.current_stream(), *streams)):
                 return None
             events = []
             for stream in streams:
@@ -215,4 +223,4 @@ class CudaDriver:
 
     def done(self, event: torch.cuda.Event) -> bool:
         with self._on_device():
-            return event.query()
+            return not self._capturing(self.current_stream()) and event.query()

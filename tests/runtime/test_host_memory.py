@@ -676,6 +676,19 @@ def test_reservations_are_reused() -> None:
     del other, again
 
 
+def test_a_reservation_that_is_read_is_not_reused() -> None:
+    driver = FakeDriver()
+    pool = pinning(driver)
+    block = pool.reserve(8 * MIB)
+    address = block.address
+    driver.busy = {"main"}
+    del block
+    other = pool.reserve(8 * MIB)
+    assert other.address != address
+    driver.busy.clear()
+    assert pool.reserve(8 * MIB).address == address
+
+
 def test_growth_that_cannot_be_pinned_changes_nothing() -> None:
     driver = FakeDriver(limit=MIB)
     pool = pinning(driver)
