@@ -29,6 +29,10 @@ class CacheError(HsaError, RuntimeError):
     """A KV cache was used in a way that would give a wrong result."""
 
 
+class HostMemoryError(HsaError, MemoryError):
+    """Host memory for a KV cache that cannot be had; nothing was changed, and nothing is kept of it."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """The valid spelling that ``name`` was most likely meant to be, or None where nothing is close.
 
