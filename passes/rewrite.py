@@ -208,6 +208,7 @@ class _Rewriter:
                 keys,
                 values,
                 ids,
+                None,
                 bits,
                 bias,
                 attention.scale,

@@ -48,10 +48,14 @@ def lower(
         compat.static_int(batch) * kv_heads if compat.is_constant(batch) else None,
         processors(device),
     )
+    configs = options.fetch_configs(
+        dtype.itemsize * options.dim_pad(max(dim, value_dim)), page_size
+    )
+    # Never timed: Inductor would time copies within the device, and allocate as much there as the host holds.
     emit(
         "fetch",
         constants,
-        options.fetch_configs(dtype.itemsize * options.dim_pad(max(dim, value_dim)), page_size),
+        configs[:1],
         {
             "keys": compat.realize(keys),
             "values": compat.realize(values),
@@ -63,12 +67,5 @@ def lower(
         compat.contiguous_layout(device, torch.int32, (constants["PROGRAMS"],)),
         (),
         writes=("pool_keys", "pool_values"),
-        examples={"loads": no_loads, "counts": no_loads},
     )
     return None
-
-
-def no_loads(node: Any) -> torch.Tensor:
-    """Loads, or their counts, that ask for nothing."""
-    size = [compat.expression_hint(n) for n in node.get_size()]
-    return torch.zeros(size, dtype=torch.int32, device=node.get_device())

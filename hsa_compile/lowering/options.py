@@ -203,6 +203,7 @@ def sparse_attention(
     bits: Rows,
     bias: Rows | None,
     splits: int,
+    pool: bool = False,
 ) -> Constants:
     # Matrix units take 16 rows at least; for one head, sums in fp32 do without the padding.
     use_dot = group > 1
@@ -218,6 +219,7 @@ def sparse_attention(
         "PAGE_SIZE": page_size,
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,
+        "HAS_SLOTS": pool,
         "HAS_BIAS": bias is not None,
         "HEAD_BIAS": bias is not None and bias.heads,
         "BATCH_BIAS": bias is not None and bias.batch,

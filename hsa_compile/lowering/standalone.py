@@ -356,6 +356,7 @@ def sparse_attention(
     keys: Tensor,
     values: Tensor,
     ids: Tensor,
+    slots: Tensor | None,
     bits: Tensor,
     bias: Tensor | None,
     scale: float,
@@ -372,7 +373,7 @@ def sparse_attention(
         )
     constants = options.sparse_attention(
         scale, kv_heads, query_heads // kv_heads, dim, value_dim, page_size, rows_of(bits),
-        None if bias is None else rows_of(bias), splits,
+        None if bias is None else rows_of(bias), splits, slots is not None,
     )  # fmt: skip
     config = (
         config
@@ -384,6 +385,8 @@ def sparse_attention(
     )
     part_lse = torch.empty((batch, query_heads, splits), dtype=torch.float32, device=q.device)
     inputs = {"q": q, "keys": keys, "values": values, "ids": ids, "bits": bits, "lse": part_lse}
+    if slots is not None:
+        inputs["slots"] = slots
     if bias is not None:
         inputs["bias"] = bias
     acc = torch.empty((batch, query_heads, splits, value_dim), dtype=torch.float32, device=q.device)

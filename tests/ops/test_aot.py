@@ -46,6 +46,7 @@ class Case:
     per_head: bool = False
     bias: bool = False
     known_pages: bool = True
+    pool: bool = False
 
     def kernel(self, name: str) -> Kernel:
         heads, pages = self.kv_heads * self.group, self.tokens // self.page
@@ -140,13 +141,18 @@ class Case:
             )
         if name == "sparse_attention":
             inputs = {"q": q, "keys": keys, "values": values, "ids": ids, "bits": bits}
+            if self.pool:
+                held = (self.batch, self.kv_heads, 2 * slots, self.page)
+                inputs["keys"] = meta(*held, self.dim, dtype=self.dtype)
+                inputs["values"] = meta(*held, self.value_dim, dtype=self.dtype)
+                inputs["slots"] = ids
             if self.bias:
                 inputs["bias"] = meta(1, 1, 1, self.tokens, dtype=self.dtype)
             row_bytes = self.dtype.itemsize * options.dim_pad(max(self.dim, self.value_dim))
             return Kernel(
                 options.sparse_attention(
                     0.1, self.kv_heads, self.group, self.dim, self.value_dim, self.page, rows,
-                    Rows(False, False) if self.bias else None, splits,
+                    Rows(False, False) if self.bias else None, splits, self.pool,
                 ),
                 options.sparse_attention_configs(row_bytes, self.page, 2048 // splits),
                 {**inputs, "lse": lse},
@@ -201,6 +207,13 @@ def test_compiles_for_hopper(child: Check, name: str) -> None:
 @pytest.mark.parametrize("name", ["top_pages", "sparse_attention"])
 def test_compiles_with_a_row_of_the_mask_a_head(child: Check, name: str) -> None:
     child(check_compiles, Case(per_head=True, bias=True, page=64, known_pages=False), name)
+
+
+@pytest.mark.parametrize("literal", [True, False])
+def test_attention_to_a_pool_compiles(child: Check, literal: bool) -> None:
+    case = Case(pool=True, bias=True, group=1)
+    child(check_compiles, Case(pool=True), "sparse_attention", early=True, literal=literal)
+    child(check_compiles, case, "sparse_attention", literal=literal)
 
 
 @pytest.mark.parametrize("name", templates.NAMES)

@@ -29,7 +29,12 @@ def step(
 ) -> tuple[Tensor, ...]:
     slots, loads, counts = torch.ops.hsa.diff(ids, position, PAGE, *state)
     torch.ops.hsa.fetch(keys, values, loads, counts, pool_keys, pool_values, PAGE)
-    return slots + 1, counts.sum((0, 1)), pool_keys[:, :, 0].sum((2, 3))
+    bits = torch.full((1, 1, keys.shape[2] // PAGE), -1)
+    q = torch.ones(ids.shape[0], 8, 1, 64, dtype=keys.dtype)
+    out, lse = torch.ops.hsa.sparse_attention(
+        q, pool_keys, pool_values, ids, slots, bits, None, 0.125, PAGE
+    )
+    return counts.sum((0, 1)), out + 1, lse
 
 
 def inputs(layout: str, dtype: torch.dtype, page_major: bool = False) -> list[Tensor]:
@@ -47,14 +52,17 @@ def inputs(layout: str, dtype: torch.dtype, page_major: bool = False) -> list[Te
 
 
 def check_nothing_is_copied(code: str) -> None:
-    """Neither caches nor pools nor tables: nothing of their sizes is allocated."""
-    large = (f", {TOKENS}, 64)", f", {SLOTS}, {PAGE}, 64)", f", {TOKENS // PAGE})", f", {SLOTS})")
-    assert not [size for size in allocations(code) if size.endswith(large)], allocations(code)
+    """Neither caches nor pools nor their records: nothing of their sizes is allocated."""
+    rows = "(2, 2, "
+    small = {f"{rows}{SELECTED})", f"{rows}{SELECTED}, 2)", f"{rows}3)"}
+    assert {size for size in allocations(code) if size.startswith(rows)} == small
 
 
 def check_static(layout: str, dtype: torch.dtype) -> None:
     code = written_code(step, inputs(layout, dtype))
-    assert sum(name.startswith("triton_tem") for name in launches(code)) == 2
+    kernels = [name for name in launches(code) if name.startswith("triton_tem")]
+    order = ("diff", "fetch", "sparse_attention", "sparse_attention")
+    assert len(kernels) == 4 and all(op in name for op, name in zip(order, kernels, strict=True))
     check_nothing_is_copied(code)
     assert not calls_of_ops(code)
 
@@ -64,7 +72,7 @@ def check_growing() -> None:
     for index in (2, 3, 6):
         torch._dynamo.mark_dynamic(args[index], 2)
     code = written_code(step, args)
-    assert sum(name.startswith("triton_tem") for name in launches(code)) == 2
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 4
     assert not calls_of_ops(code)
     check_nothing_is_copied(code)
 
@@ -75,13 +83,13 @@ def check_any_batch_and_selection() -> None:
         torch._dynamo.mark_dynamic(arg, 0)
     torch._dynamo.mark_dynamic(args[0], 2)
     code = written_code(step, args)
-    assert sum(name.startswith("triton_tem") for name in launches(code)) == 2
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 4
     assert not calls_of_ops(code)
 
 
 def check_eager_fallback() -> None:
     code = written_code(step, inputs("head-major", torch.float64))
-    assert calls_of_ops(code) == {"fetch"}
+    assert calls_of_ops(code) == {"fetch", "sparse_attention"}
 
 
 @pytest.fixture(scope="module")

@@ -41,9 +41,9 @@ def interpreted() -> Iterator[Check]:
     ids=str,
 )
 def test_residency(interpreted: Check, shape: PoolShape) -> None:
-    interpreted(check_diff, standalone.diff, shape, steps=120)
+    interpreted(check_diff, standalone.diff, shape, steps=80)
     unknown = partial(standalone.diff, known_ids=False)
-    interpreted(check_diff, unknown, shape, steps=20, stale=0.5)
+    interpreted(check_diff, unknown, shape, steps=10, stale=0.5)
 
 
 def check_every_copy(shape: CacheShape) -> None:
