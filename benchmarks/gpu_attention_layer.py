@@ -109,7 +109,7 @@ def sparse_step(case: Case, with_summary: bool) -> Step:
             case.slots, case.slots, 0, SINK, RECENT, "softmax_mean",
         )  # fmt: skip
         out, _ = torch.ops.hsa.sparse_attention(
-            layer.q, layer.keys, layer.values, ids, bits, None, scale, case.page_size
+            layer.q, layer.keys, layer.values, ids, None, bits, None, scale, case.page_size
         )
         return out, ids
 
@@ -157,6 +157,7 @@ def check(case: Case, layer: Layer, bits: Tensor, position: Tensor, step: Step) 
     exact, _ = torch.ops.hsa.sparse_attention(
         *(tensor.float() for tensor in (layer.q, layer.keys, layer.values)),
         ids,
+        None,
         bits,
         None,
         scale,

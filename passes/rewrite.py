@@ -205,6 +205,7 @@ class _Rewriter:
                 keys,
                 values,
                 ids,
+                None,
                 bits,
                 bias,
                 attention.scale,

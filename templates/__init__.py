@@ -2,7 +2,15 @@
 
 from importlib.resources import files
 
-NAMES = ("summarize", "page_scores", "top_pages", "sparse_attention", "merge_splits")
+NAMES = (
+    "summarize",
+    "page_scores",
+    "top_pages",
+    "diff",
+    "fetch",
+    "sparse_attention",
+    "merge_splits",
+)
 
 
 def source(name: str) -> str:

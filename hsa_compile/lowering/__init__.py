@@ -16,8 +16,10 @@ def register() -> None:
     import torch
 
     from .. import compat
-    from . import select, sparse_attention, summarize
+    from . import diff, fetch, select, sparse_attention, summarize
 
     compat.register_lowering(torch.ops.hsa.summarize.default, summarize.lower)
     compat.register_lowering(torch.ops.hsa.select.default, select.lower)
+    compat.register_lowering(torch.ops.hsa.diff.default, diff.lower)
+    compat.register_lowering(torch.ops.hsa.fetch.default, fetch.lower)
     compat.register_lowering(torch.ops.hsa.sparse_attention.default, sparse_attention.lower)

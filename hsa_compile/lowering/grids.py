@@ -39,6 +39,14 @@ def top_pages(batch: Any, kv_heads: Any, meta: Mapping[str, Any]) -> Grid:
     return (batch * kv_heads, 1, 1)
 
 
+def diff(batch: Any, kv_heads: Any, meta: Mapping[str, Any]) -> Grid:
+    return (batch * kv_heads, 1, 1)
+
+
+def fetch(meta: Mapping[str, Any]) -> Grid:
+    return (meta["PROGRAMS"], 1, 1)
+
+
 def sparse_attention(batch: Any, kv_heads: Any, meta: Mapping[str, Any]) -> Grid:
     return (batch * kv_heads, meta["SPLITS"], 1)
 

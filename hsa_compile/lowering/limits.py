@@ -6,6 +6,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 MAX_PAGE_SIZE = 64
+MAX_POOL_SLOTS = 4096
 
 
 def kernel_limits(
@@ -29,4 +30,11 @@ def kernel_limits(
         return f"{group} query heads a KV head are not between 1 and {MAX_GROUP}"
     if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
         return f"page size {page_size} is not a power of two up to {MAX_PAGE_SIZE}"
+    return None
+
+
+def pool_limits(slots: int) -> str | None:
+    """Why the kernels cannot take a pool of ``slots`` pages a KV head, or None where they can."""
+    if not 1 <= slots <= MAX_POOL_SLOTS:
+        return f"a pool of {slots} slots is not between 1 and {MAX_POOL_SLOTS}"
     return None

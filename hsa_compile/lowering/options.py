@@ -18,6 +18,9 @@ SINGLE_BLOCK_PAGES = 8192
 LOOP_BLOCK_PAGES = 4096
 # Below this many pages to score, smaller programs spread the work better.
 FEW_PAGES = 32768
+# Rows whose loads are numbered at once, and bytes of keys (and of values) that are copied at once.
+LOOP_BLOCK_ROWS = 1024
+COPIED_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,55 @@ def top_pages_configs(block: int, group_pad: int) -> list[Config]:
     return [Config({"WAYS": 2}, warps), Config({"WAYS": 4}, warps)]
 
 
+def diff(
+    kv_heads: int, page_size: int, selected: int | None, slots: int, batch_position: bool
+) -> Constants:
+    """``selected`` is None where the number of ids is not known; there are no more than slots."""
+    return {
+        "KV_HEADS": kv_heads,
+        "SELECTED_PAD": max(16, next_power_of_2(slots if selected is None else selected)),
+        "SLOTS_PAD": max(16, next_power_of_2(slots)),
+        "PAGE_SIZE": page_size,
+        "BATCH_POSITION": batch_position,
+    }
+
+
+def diff_configs(slots_pad: int) -> list[Config]:
+    # Reductions stay within a warp as long as its registers hold the slots.
+    return [
+        Config({}, max(1, min(8, slots_pad // 128))),
+        Config({}, max(1, min(16, slots_pad // 64))),
+    ]
+
+
+def fetch(
+    kv_heads: int, dim: int, value_dim: int, page_size: int, rows: int | None, processors: int
+) -> Constants:
+    """``rows`` is None where their number is not known."""
+    return {
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "DIM_PAD": dim_pad(dim),
+        "VALUE_DIM": value_dim,
+        "VALUE_DIM_PAD": dim_pad(value_dim),
+        "PAGE_SIZE": page_size,
+        "BLOCK_ROWS": LOOP_BLOCK_ROWS
+        if rows is None
+        else min(LOOP_BLOCK_ROWS, max(16, next_power_of_2(rows))),
+        "PROGRAMS": 2 * processors,
+    }
+
+
+def fetch_configs(row_bytes: int, page_size: int) -> list[Config]:
+    """``row_bytes`` is the padded size of a key or value. Four warps copy 4 KiB of each in two reads a thread."""
+
+    def copied(size: int) -> Config:
+        tokens = max(1, min(page_size, size // row_bytes))
+        return Config({"BLOCK_TOKENS": tokens}, max(1, min(8, tokens * row_bytes // 1024)))
+
+    return [copied(COPIED_BYTES), copied(2 * COPIED_BYTES), copied(COPIED_BYTES // 2)]
+
+
 def sparse_attention(
     scale: float,
     kv_heads: int,
@@ -154,6 +206,7 @@ def sparse_attention(
     bits: Rows,
     bias: Rows | None,
     splits: int,
+    pool: bool = False,
 ) -> Constants:
     # Matrix units take 16 rows at least; for one head, sums in fp32 do without the padding.
     use_dot = group > 1
@@ -169,6 +222,7 @@ def sparse_attention(
         "PAGE_SIZE": page_size,
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,
+        "HAS_SLOTS": pool,
         "HAS_BIAS": bias is not None,
         "HEAD_BIAS": bias is not None and bias.heads,
         "BATCH_BIAS": bias is not None and bias.batch,

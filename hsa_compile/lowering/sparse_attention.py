@@ -12,17 +12,25 @@ from .standalone import processors
 
 
 def lower(
-    q: Any, keys: Any, values: Any, ids: Any, bits: Any, bias: Any, scale: float, page_size: int
+    q: Any,
+    keys: Any,
+    values: Any,
+    ids: Any,
+    slots: Any,
+    bits: Any,
+    bias: Any,
+    scale: float,
+    page_size: int,
 ) -> tuple[Any, Any]:
     op = torch.ops.hsa.sparse_attention.default
-    args = (q, keys, values, ids, bits, bias, scale, page_size)
+    args = (q, keys, values, ids, slots, bits, bias, scale, page_size)
     device = q.get_device()
     if not kernels.run_on(device):
         return eager(op, None, *args)
     batch, query_heads, _, dim = q.get_size()
     query_heads, dim = compat.static_int(query_heads), compat.static_int(dim)
     kv_heads = compat.static_int(keys.get_size()[1])
-    value_dim = compat.static_int(values.get_size()[3])
+    value_dim = compat.static_int(values.get_size()[-1])
     group = query_heads // kv_heads
     dtype = q.get_dtype()
     reason = kernel_limits(dtype, dim, value_dim, group, page_size)
@@ -33,21 +41,27 @@ def lower(
     if reason is not None:
         return eager(op, reason, *args)
 
-    slots = ids.get_size()[2]
+    selected = ids.get_size()[2]
     splits = options.attention_splits(
         compat.expression_hint(batch) * kv_heads,
-        compat.expression_hint(slots),
+        compat.expression_hint(selected),
         page_size,
         processors(device),
     )
     constants = options.sparse_attention(
         float(scale), kv_heads, group, dim, value_dim, page_size, rows_of(bits),
-        None if bias is None else rows_of(bias), splits,
+        None if bias is None else rows_of(bias), splits, slots is not None,
     )  # fmt: skip
-    inputs = {"q": q, "keys": keys, "values": values, "ids": ids, "bits": bits}
-    if bias is not None:
-        inputs["bias"] = bias
-    inputs = {name: compat.realize(node) for name, node in inputs.items()}
+    given = {
+        "q": q,
+        "keys": keys,
+        "values": values,
+        "ids": ids,
+        "slots": slots,
+        "bits": bits,
+        "bias": bias,
+    }
+    inputs = {name: compat.realize(node) for name, node in given.items() if node is not None}
     part_lse = compat.scratch(device, torch.float32, (batch, query_heads, splits))
     acc = emit(
         "sparse_attention",
@@ -55,7 +69,7 @@ def lower(
         options.sparse_attention_configs(
             dtype.itemsize * options.dim_pad(max(dim, value_dim)),
             page_size,
-            compat.expression_hint(slots) * page_size // splits,
+            compat.expression_hint(selected) * page_size // splits,
         ),
         {**inputs, "lse": part_lse},
         compat.contiguous_layout(device, torch.float32, (batch, query_heads, splits, value_dim)),
@@ -64,6 +78,7 @@ def lower(
         examples={
             "bits": full_words,
             "ids": spread_pages(compat.expression_hint(bits.get_size()[2])),
+            "slots": spread_pages(compat.expression_hint(keys.get_size()[2])),
         },
     )
     lse = compat.scratch(device, torch.float32, (batch, query_heads, 1))

@@ -276,11 +276,87 @@ def select(
     return ids, counts
 
 
+def diff(
+    ids: Tensor,
+    position: Tensor,
+    page_size: int,
+    table: Tensor,
+    owner: Tensor,
+    used: Tensor,
+    clock: Tensor,
+    known_ids: bool = True,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``hsa::diff``; without ``known_ids`` as where the number of ids is symbolic."""
+    batch, kv_heads, selected = ids.shape
+    constants = options.diff(
+        kv_heads,
+        page_size,
+        selected if known_ids else None,
+        owner.shape[2],
+        position.numel() > 1,
+    )
+    config = config or options.diff_configs(int(constants["SLOTS_PAD"]))[0]
+    loads = torch.empty((batch, kv_heads, selected, 2), dtype=torch.int32, device=ids.device)
+    counts = torch.empty((batch, kv_heads, 3), dtype=torch.int32, device=ids.device)
+    inputs = {"ids": ids, "position": position, "table": table, "owner": owner, "used": used}
+    slots = launch(
+        "diff",
+        constants,
+        config,
+        {**inputs, "clock": clock, "loads": loads, "counts": counts},
+        torch.empty((batch, kv_heads, selected), dtype=torch.int32, device=ids.device),
+        grids.diff(batch, kv_heads, constants),
+    )
+    return slots, loads, counts
+
+
+def fetch(
+    keys: Tensor,
+    values: Tensor,
+    loads: Tensor,
+    counts: Tensor,
+    pool_keys: Tensor,
+    pool_values: Tensor,
+    page_size: int,
+    known_rows: bool = True,
+    config: Config | None = None,
+) -> None:
+    """``hsa::fetch``; without ``known_rows`` as where the batch is symbolic."""
+    batch, kv_heads, _, dim = keys.shape
+    value_dim = values.shape[3]
+    constants = options.fetch(
+        kv_heads,
+        dim,
+        value_dim,
+        page_size,
+        batch * kv_heads if known_rows else None,
+        processors(pool_keys.device),
+    )
+    config = (
+        config
+        or options.fetch_configs(
+            keys.element_size() * options.dim_pad(max(dim, value_dim)), page_size
+        )[0]
+    )
+    constants |= config.blocks
+    inputs = {"keys": keys, "values": values, "loads": loads, "counts": counts}
+    launch(
+        "fetch",
+        constants,
+        config,
+        {**inputs, "pool_keys": pool_keys, "pool_values": pool_values},
+        torch.empty((int(constants["PROGRAMS"]),), dtype=torch.int32, device=pool_keys.device),
+        grids.fetch(constants),
+    )
+
+
 def sparse_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
     ids: Tensor,
+    slots: Tensor | None,
     bits: Tensor,
     bias: Tensor | None,
     scale: float,
@@ -297,7 +373,7 @@ def sparse_attention(
         )
     constants = options.sparse_attention(
         scale, kv_heads, query_heads // kv_heads, dim, value_dim, page_size, rows_of(bits),
-        None if bias is None else rows_of(bias), splits,
+        None if bias is None else rows_of(bias), splits, slots is not None,
     )  # fmt: skip
     config = (
         config
@@ -309,6 +385,8 @@ def sparse_attention(
     )
     part_lse = torch.empty((batch, query_heads, splits), dtype=torch.float32, device=q.device)
     inputs = {"q": q, "keys": keys, "values": values, "ids": ids, "bits": bits, "lse": part_lse}
+    if slots is not None:
+        inputs["slots"] = slots
     if bias is not None:
         inputs["bias"] = bias
     acc = torch.empty((batch, query_heads, splits, value_dim), dtype=torch.float32, device=q.device)

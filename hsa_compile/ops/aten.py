@@ -210,42 +210,50 @@ def sparse_attention(
     keys: Tensor,
     values: Tensor,
     ids: Tensor,
+    slots: Tensor | None,
     bits: Tensor,
     bias: Tensor | None,
     scale: float,
     page_size: int,
 ) -> tuple[Tensor, Tensor]:
     """See ``hsa_compile.ops.sparse_attention``."""
-    batch, kv_heads, tokens = keys.shape[:3]
+    batch, kv_heads = keys.shape[:2]
     pages = bits.shape[-1]
+    if slots is None:
+        tokens = keys.shape[2]
+    else:
+        tokens = pages * page_size if bias is None else bias.shape[-1]
     if not compat.statically_known_true(ids.shape[-1] <= pages):
         # No more pages are valid than there are, and padding comes last. (A slice would guard on which is smaller.)
-        ids = ids.index_select(
-            -1, torch.arange(torch.sym_min(ids.shape[-1], pages), device=q.device)
-        )
-    slots = ids.shape[-1]
+        first = torch.arange(torch.sym_min(ids.shape[-1], pages), device=q.device)
+        ids = ids.index_select(-1, first)
+        slots = None if slots is None else slots.index_select(-1, first)
+    selected = ids.shape[-1]
     work = _work_dtype(q)
     page = _materialise(ids.clamp(min=0).long())
     offsets = torch.arange(page_size, device=q.device)
     at = (page.unsqueeze(-1) * page_size + offsets).clamp(max=tokens - 1)
     b = torch.arange(batch, device=q.device).view(-1, 1, 1, 1)
     h = torch.arange(kv_heads, device=q.device).view(1, -1, 1, 1)
+    where: tuple[Tensor, ...] = (b, h, at)
+    if slots is not None:
+        where = (b, h, slots.clamp(min=0).long().unsqueeze(-1), offsets)
 
     def attended(words: Tensor) -> Tensor:
         """Words ``[Bm, H, G, P]`` at the selected pages, as booleans ``[B, Hkv, G, K, page_size]``."""
         group = words.shape[2]
         words = words.expand(batch, kv_heads, group, pages)
-        words = words.gather(-1, page.unsqueeze(2).expand(batch, kv_heads, group, slots))
+        words = words.gather(-1, page.unsqueeze(2).expand(batch, kv_heads, group, selected))
         return unpack(_materialise(torch.where(ids.unsqueeze(2) < 0, 0, words)), page_size)
 
     query = q[:, :, 0].unflatten(1, (kv_heads, -1)).to(work) * scale
-    logits = _dot(_materialise(query), keys[b, h, at])
+    logits = _dot(_materialise(query), keys[where])
     if bias is not None:
         spread = _by_group(bias[:, :, 0], kv_heads)
         group = spread.shape[2]
         spread = spread.expand(batch, kv_heads, group, tokens)
-        where = at.flatten(2).unsqueeze(2).expand(batch, kv_heads, group, slots * page_size)
-        logits = logits + spread.gather(-1, where).unflatten(-1, (slots, page_size)).to(work)
+        spread_at = at.flatten(2).unsqueeze(2).expand(batch, kv_heads, group, selected * page_size)
+        logits = logits + spread.gather(-1, spread_at).unflatten(-1, (selected, page_size)).to(work)
     takes_part = attended(_by_group(bits, kv_heads))
     logits = _materialise(torch.where(takes_part, logits, -math.inf).contiguous()).flatten(-2)
     # An empty row has no maximum; the clamp makes its weights zero instead of nan.
@@ -254,7 +262,7 @@ def sparse_attention(
     total = weights.sum(-1, keepdim=True)
     # Weights of zero do not silence what may be a nan.
     seen = attended(kv_head_words(bits, kv_heads).unsqueeze(2)).squeeze(2)
-    v = _materialise(torch.where(seen.unsqueeze(-1), values[b, h, at], 0).to(work)).flatten(2, 3)
+    v = _materialise(torch.where(seen.unsqueeze(-1), values[where], 0).to(work)).flatten(2, 3)
     out = torch.matmul(weights, v) / total.clamp(min=torch.finfo(work).tiny)
     lse = (largest + torch.log(total)).float().squeeze(-1)
     return out.to(q.dtype).flatten(1, 2).unsqueeze(2), lse.flatten(1, 2).unsqueeze(2)

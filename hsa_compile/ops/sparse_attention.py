@@ -4,6 +4,8 @@
     keys   [B, Hkv, S, D]       the full cache, any strides; query head h reads KV head h // (Hq // Hkv)
     values [B, Hkv, S, Dv]
     ids    [B, Hkv, K] int32    pages to attend, -1 is padding
+    slots  [B, Hkv, K] int32    where they are in a pool (``hsa::diff``), or None; keys and values are then the pool's,
+                                [B, Hkv, N, page_size, D] and [B, Hkv, N, page_size, Dv]
     bits   [Bm, Hm, P] int64    packed mask (``hsa::page_mask``), Bm in {1, B}, Hm in {1, Hq}
     bias   [Bm, Hm, 1, S]       additive mask, or None; read at the original position of each selected token
     ->
@@ -12,6 +14,8 @@
 
 ``out = softmax(scale * q k^T + bias) v`` over the tokens of the selected pages whose bit is set, accumulated in fp32.
 A row without any such token gives zeros. Keys and values whose bit is not set never take part, whatever they hold.
+Masks and biases are read at the pages themselves, wherever their tokens are kept: with a pool that holds the pages, the
+op and the kernels give what they give without, bit by bit.
 """
 
 import math
@@ -23,9 +27,17 @@ from ._library import define
 from .page_mask import unpack
 
 define(
-    "sparse_attention(Tensor q, Tensor keys, Tensor values, Tensor ids, Tensor bits, Tensor? bias, float scale, "
-    "int page_size) -> (Tensor out, Tensor lse)"
+    "sparse_attention(Tensor q, Tensor keys, Tensor values, Tensor ids, Tensor? slots, Tensor bits, Tensor? bias, "
+    "float scale, int page_size) -> (Tensor out, Tensor lse)"
 )
+
+
+def _from_pool(pool: Tensor, ids: Tensor, slots: Tensor, pages: int) -> Tensor:
+    """The cache ``[B, Hkv, pages * page_size, D]`` with the selected pages in place, and zeros elsewhere."""
+    cache = pool.new_zeros((*ids.shape[:2], pages, *pool.shape[3:]))
+    for b, h, k in (ids >= 0).nonzero().tolist():
+        cache[b, h, ids[b, h, k]] = pool[b, h, slots[b, h, k]]
+    return cache.flatten(2, 3)
 
 
 def sparse_attention_reference(
@@ -33,6 +45,7 @@ def sparse_attention_reference(
     keys: Tensor,
     values: Tensor,
     ids: Tensor,
+    slots: Tensor | None,
     bits: Tensor,
     bias: Tensor | None,
     scale: float,
@@ -40,10 +53,15 @@ def sparse_attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """The specification: dense attention under the mask "selected and attendable", in fp32 (fp64 for a double q)."""
     batch, query_heads = q.shape[:2]
+    pages = bits.shape[-1]
+    if slots is not None:
+        tokens = pages * page_size if bias is None else bias.shape[-1]
+        keys, values = (
+            _from_pool(pool, ids, slots, pages)[:, :, :tokens] for pool in (keys, values)
+        )
     kv_heads, tokens = keys.shape[1:3]
     group = query_heads // kv_heads
     work = q.dtype if q.dtype == torch.float64 else torch.float32
-    pages = bits.shape[-1]
     chosen = torch.zeros((batch, kv_heads, pages + 1), dtype=torch.bool, device=q.device)
     chosen.scatter_(-1, torch.where(ids < 0, pages, ids).long(), True)
     chosen = chosen[..., :pages].repeat_interleave(group, 1).unsqueeze(-1)
@@ -67,6 +85,7 @@ def fake(
     keys: Tensor,
     values: Tensor,
     ids: Tensor,
+    slots: Tensor | None,
     bits: Tensor,
     bias: Tensor | None,
     scale: float,

@@ -105,7 +105,7 @@ def rule(policy: Mapping[str, object], scale: float | None = None) -> Attend:
             *rest,
         )
         bias = None if mask.dtype == torch.bool else mask
-        args = (q, keys, values, ids, bits, bias, factor, asked.page_size)
+        args = (q, keys, values, ids, None, bits, bias, factor, asked.page_size)
         return sparse_attention_reference(*args)[0]
 
     return attend

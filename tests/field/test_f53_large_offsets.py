@@ -77,7 +77,7 @@ def kernels() -> None:
         ids, counts = standalone.select(
             q, summary, bits, 0.25, "quest", 16, 4, 4, 0, 4, 16, "softmax_mean"
         )
-        out, lse = standalone.sparse_attention(q, k, v, ids, bits, None, 0.25, 16)
+        out, lse = standalone.sparse_attention(q, k, v, ids, None, bits, None, 0.25, 16)
         assert int(ids.max()) * 16 * STRIDE > 2**31, "no offset is large"
         results.append((summary, ids, counts, out, lse))
     for dense, far in zip(*results):

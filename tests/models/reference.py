@@ -65,7 +65,9 @@ def sparse_attention(
         policy.group_reduce,
     )
     bias = None if mask.dtype == torch.bool else mask
-    return sparse_attention_reference(q, keys, values, ids, bits, bias, scale, policy.page_size)[0]
+    return sparse_attention_reference(
+        q, keys, values, ids, None, bits, bias, scale, policy.page_size
+    )[0]
 
 
 @contextmanager

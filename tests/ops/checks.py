@@ -49,6 +49,7 @@ def attend(state: State, ids: Tensor) -> tuple[object, ...]:
         state.keys,
         state.values,
         ids,
+        None,
         state.bits,
         state.bias,
         case.scale,

@@ -46,6 +46,7 @@ class Case:
     per_head: bool = False
     bias: bool = False
     known_pages: bool = True
+    pool: bool = False
 
     def kernel(self, name: str) -> Kernel:
         heads, pages = self.kv_heads * self.group, self.tokens // self.page
@@ -100,15 +101,58 @@ class Case:
                 inputs,
                 meta(self.batch, self.kv_heads, 2, dtype=torch.int64),
             )
+        if name == "diff":
+            state = {
+                "table": meta(self.batch, self.kv_heads, pages, dtype=torch.int32),
+                "owner": meta(self.batch, self.kv_heads, 2 * slots, dtype=torch.int32),
+                "used": meta(self.batch, self.kv_heads, 2 * slots, dtype=torch.int32),
+                "clock": meta(self.batch, self.kv_heads, dtype=torch.int32),
+            }
+            known = slots if self.known_pages else None
+            constants = options.diff(self.kv_heads, self.page, known, 2 * slots, self.per_head)
+            return Kernel(
+                constants,
+                options.diff_configs(int(constants["SLOTS_PAD"])),
+                {
+                    "ids": ids,
+                    "position": meta(self.batch if self.per_head else 1, dtype=torch.int64),
+                    **state,
+                    "loads": meta(self.batch, self.kv_heads, slots, 2, dtype=torch.int32),
+                    "counts": meta(self.batch, self.kv_heads, 3, dtype=torch.int32),
+                },
+                ids,
+            )
+        if name == "fetch":
+            known_rows = self.batch * self.kv_heads if self.known_pages else None
+            row_bytes = self.dtype.itemsize * options.dim_pad(max(self.dim, self.value_dim))
+            pool = (self.batch, self.kv_heads, 2 * slots, self.page)
+            return Kernel(
+                options.fetch(self.kv_heads, self.dim, self.value_dim, self.page, known_rows, 132),
+                options.fetch_configs(row_bytes, self.page),
+                {
+                    "keys": keys,
+                    "values": values,
+                    "loads": meta(self.batch, self.kv_heads, slots, 2, dtype=torch.int32),
+                    "counts": meta(self.batch, self.kv_heads, 3, dtype=torch.int32),
+                    "pool_keys": meta(*pool, self.dim, dtype=self.dtype),
+                    "pool_values": meta(*pool, self.value_dim, dtype=self.dtype),
+                },
+                meta(264, dtype=torch.int32),
+            )
         if name == "sparse_attention":
             inputs = {"q": q, "keys": keys, "values": values, "ids": ids, "bits": bits}
+            if self.pool:
+                held = (self.batch, self.kv_heads, 2 * slots, self.page)
+                inputs["keys"] = meta(*held, self.dim, dtype=self.dtype)
+                inputs["values"] = meta(*held, self.value_dim, dtype=self.dtype)
+                inputs["slots"] = ids
             if self.bias:
                 inputs["bias"] = meta(1, 1, 1, self.tokens, dtype=self.dtype)
             row_bytes = self.dtype.itemsize * options.dim_pad(max(self.dim, self.value_dim))
             return Kernel(
                 options.sparse_attention(
                     0.1, self.kv_heads, self.group, self.dim, self.value_dim, self.page, rows,
-                    Rows(False, False) if self.bias else None, splits,
+                    Rows(False, False) if self.bias else None, splits, self.pool,
                 ),
                 options.sparse_attention_configs(row_bytes, self.page, 2048 // splits),
                 {**inputs, "lse": lse},
@@ -165,13 +209,20 @@ def test_compiles_with_a_row_of_the_mask_a_head(child: Check, name: str) -> None
     child(check_compiles, Case(per_head=True, bias=True, page=64, known_pages=False), name)
 
 
+@pytest.mark.parametrize("literal", [True, False])
+def test_attention_to_a_pool_compiles(child: Check, literal: bool) -> None:
+    case = Case(pool=True, bias=True, group=1)
+    child(check_compiles, Case(pool=True), "sparse_attention", early=True, literal=literal)
+    child(check_compiles, case, "sparse_attention", literal=literal)
+
+
 @pytest.mark.parametrize("name", templates.NAMES)
 def test_compiles_with_sizes_as_arguments(child: Check, name: str) -> None:
     child(check_compiles, Case(dim=64, value_dim=64, known_pages=False), name, literal=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["summarize", "page_scores", "sparse_attention"])
+@pytest.mark.parametrize("name", ["summarize", "page_scores", "fetch", "sparse_attention"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [64, 72, 80, 96, 128, 256])
 def test_compiles_for_all_sizes(child: Check, name: str, dtype: torch.dtype, dim: int) -> None:

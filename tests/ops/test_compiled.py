@@ -44,7 +44,9 @@ def step(
     bits = HSA.page_mask(mask, case.page_size)
     HSA.summarize(keys, bits, position, summary, covered, case.algorithm, case.page_size)
     ids, counts = HSA.select(q, summary, bits, *case.selection(keys.shape[2]))
-    out, lse = HSA.sparse_attention(q, keys, values, ids, bits, bias, case.scale, case.page_size)
+    out, lse = HSA.sparse_attention(
+        q, keys, values, ids, None, bits, bias, case.scale, case.page_size
+    )
     return ids, counts, out, lse
 
 

@@ -68,11 +68,21 @@ def check_attention(
         row[:count] = torch.randperm(pages)[:count].sort().values
     ids[-1, -1, : min(slots, pages)] = torch.arange(pages - min(slots, pages), pages)
     exact, exact_lse = sparse_attention_reference(
-        q.double(), keys.nan_to_num(0).double(), values.nan_to_num(0).double(), ids, bits,
+        q.double(), keys.nan_to_num(0).double(), values.nan_to_num(0).double(), ids, None, bits,
         None if bias is None else bias.double(), shape.scale, shape.page,
     )  # fmt: skip
     out, lse = standalone.sparse_attention(
-        q, keys, values, ids, bits, bias, shape.scale, shape.page, splits=splits, config=config
+        q,
+        keys,
+        values,
+        ids,
+        None,
+        bits,
+        bias,
+        shape.scale,
+        shape.page,
+        splits=splits,
+        config=config,
     )
     assert out.dtype == dtype and lse.dtype == torch.float32
     error = (out.double() - exact).norm()

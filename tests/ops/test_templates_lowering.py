@@ -53,7 +53,9 @@ def step(
         q * 2, summary, bits, SCALE, "cuboid", PAGE, slots, slots, 0, 1, 32, "softmax_mean"
     )
     bias = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
-    out, lse = torch.ops.hsa.sparse_attention(q * 2, keys, values, ids, bits, bias, SCALE, PAGE)
+    out, lse = torch.ops.hsa.sparse_attention(
+        q * 2, keys, values, ids, None, bits, bias, SCALE, PAGE
+    )
     return out.transpose(1, 2).flatten(2) + 1, lse, counts + 1
 
 

@@ -68,4 +68,4 @@ def reference_step(
     ids, _ = select_reference(
         q, summary, bits, scale, "quest", PAGE, slots, budget, 0, 4, 16, "softmax_mean"
     )
-    return sparse_attention_reference(q, keys, values, ids, bits, None, scale, PAGE)[0]
+    return sparse_attention_reference(q, keys, values, ids, None, bits, None, scale, PAGE)[0]

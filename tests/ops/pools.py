@@ -1,0 +1,254 @@
+"""Pools of pages for the tests of ``diff`` and ``fetch``: their state, random decoding, and a model of the rule."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hsa_compile.ops.diff import EVICTIONS, HITS, LOADS, diff_reference
+from hsa_compile.ops.fetch import fetch_reference
+
+Diff = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """``selected`` is K, ``slots`` N."""
+
+    selected: int = 6
+    slots: int = 12
+    pages: int = 40
+    batch: int = 2
+    kv_heads: int = 2
+    page: int = 16
+    page_major: bool = False
+
+
+@dataclass(frozen=True)
+class PoolState:
+    table: Tensor
+    owner: Tensor
+    used: Tensor
+    clock: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.table, self.owner, self.used, self.clock
+
+    def clone(self) -> PoolState:
+        return PoolState(*(x.clone() for x in self.tensors()))
+
+
+def new_state(shape: PoolShape) -> PoolState:
+    rows = (shape.batch, shape.kv_heads)
+    table = torch.full((*rows, shape.pages), -1, dtype=torch.int32)
+    if shape.page_major:
+        table = table.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    owner = torch.full((*rows, shape.slots), -1, dtype=torch.int32)
+    # What a slot without a page was used for is nobody's business.
+    used = torch.randint(-9, 99, owner.shape, dtype=torch.int32)
+    return PoolState(table, owner, used, torch.zeros(rows, dtype=torch.int32))
+
+
+def select_some(last: set[int], newest: int, shape: PoolShape) -> list[int]:
+    """A selection much like the last one, with the newest page in it; now and then few pages, or others."""
+    kind = float(torch.rand(()))
+    count = shape.selected if kind < 0.7 else int(torch.randint(1, shape.selected + 1, ()))
+    share = 0.8 if kind < 0.9 else 0.0
+    kept = [page for page in sorted(last) if page <= newest and torch.rand(()) < share]
+    order = [page for page in torch.randperm(newest + 1).tolist() if page not in kept]
+    return sorted({newest, *([*kept, *order][: count - 1])})
+
+
+def selections(shape: PoolShape, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids and position, step by step: tokens one after another, now and then from another place on."""
+    rows = [(b, h) for b in range(shape.batch) for h in range(shape.kv_heads)]
+    last: dict[tuple[int, int], set[int]] = {row: set() for row in rows}
+    capacity = shape.pages * shape.page
+    apart = shape.batch > 1 and bool(torch.rand(()) < 0.5)
+    position = torch.randint(0, capacity, (shape.batch if apart else 1,))
+    for _ in range(steps):
+        position = (position + 1) % capacity
+        if torch.rand(()) < 0.1:
+            position = torch.randint(0, capacity, position.shape)
+        if torch.rand(()) < 0.1:
+            position = position // shape.page * shape.page
+        ids = torch.full((shape.batch, shape.kv_heads, shape.selected), -1, dtype=torch.int32)
+        for b, h in rows:
+            chosen = select_some(last[b, h], int(position[b % len(position)]) // shape.page, shape)
+            if torch.rand(()) < 0.02:
+                chosen = []  # a row whose mask is empty
+            last[b, h] = set(chosen)
+            ids[b, h, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+        yield ids, position
+
+
+def make_stale(state: PoolState, share: float) -> Tensor:
+    """Take random pages out of the pool as ``summarize`` does; returns which."""
+    stale = torch.rand(state.table.shape) < share
+    state.table.masked_fill_(stale, -1)
+    return stale
+
+
+class Recency:
+    """One row's pool as a cache that evicts by recency: pages in the order of their last use, and their slots."""
+
+    def __init__(self, slots: int) -> None:
+        self.pages: OrderedDict[int, int] = OrderedDict()
+        self.empty = set(range(slots))
+
+    def drop(self, pages: list[int]) -> None:
+        for page in pages:
+            if page in self.pages:
+                self.empty.add(self.pages.pop(page))
+
+    def step(
+        self, selected: list[int], opened: int
+    ) -> tuple[list[int], list[tuple[int, int]], int]:
+        """Slots of the selected pages, loads, evictions."""
+        missing = [page for page in selected if page not in self.pages]
+        taken = sorted(self.empty)[: len(missing)]
+        self.empty -= set(taken)
+        unused = [page for page in self.pages if page not in selected]
+        evicted = unused[: len(missing) - len(taken)]
+        taken = sorted(taken + [self.pages.pop(page) for page in evicted])
+        missing.sort(key=lambda page: (page == opened, page))
+        self.pages |= dict(zip(missing, taken, strict=True))
+        for page in sorted(selected, key=lambda page: self.pages[page]):
+            self.pages.move_to_end(page)
+        loads = [(page, self.pages[page]) for page in missing if page != opened]
+        return [self.pages[page] for page in selected], loads, len(evicted)
+
+
+def padded(entries: list[object], like: Tensor) -> Tensor:
+    result = torch.full_like(like, -1)
+    if entries:
+        result[: len(entries)] = torch.tensor(entries, dtype=like.dtype)
+    return result
+
+
+def check_invariants(state: PoolState, ids: Tensor, slots: Tensor) -> None:
+    """Selected pages are in the slots named, no two in one, and every table entry names the slot of its page."""
+    table, owner = state.table.long(), state.owner
+    valid = ids >= 0
+    assert torch.equal(slots >= 0, valid)
+    held = owner.gather(-1, slots.clamp(min=0).long())
+    assert torch.equal(held[valid], ids[valid])
+    entry = table.gather(-1, ids.clamp(min=0).long())
+    assert torch.equal(entry[valid], slots[valid].long())
+    resident = table >= 0
+    pages = torch.arange(table.shape[-1]).expand_as(table)
+    assert torch.equal(owner.gather(-1, table.clamp(min=0))[resident].long(), pages[resident])
+    for row in table.flatten(0, 1):
+        taken = row[row >= 0]
+        assert len(taken.unique()) == len(taken)
+
+
+def check_diff(diff: Diff, shape: PoolShape, steps: int, stale: float = 0.02) -> None:
+    """Decode at random; every step is what the specification and the model of the rule make of it."""
+    state = new_state(shape)
+    rows = [[Recency(shape.slots) for _ in range(shape.kv_heads)] for _ in range(shape.batch)]
+    evictions = 0
+    for ids, position in selections(shape, steps):
+        dropped = make_stale(state, stale if torch.rand(()) < 0.5 else 0.0)
+        want = state.clone()
+        before = ids.clone(), position.clone()
+        got = diff(ids, position, shape.page, *state.tensors())
+        expected = diff_reference(ids, position, shape.page, *want.tensors())
+        assert torch.equal(ids, before[0]) and torch.equal(position, before[1])
+        for name, a, b in zip(("slots", "loads", "counts"), got, expected, strict=True):
+            assert a.dtype == torch.int32 and torch.equal(a, b), f"{name}: {a} instead of {b}"
+        assert torch.equal(state.table, want.table) and torch.equal(state.owner, want.owner)
+        assert torch.equal(state.used, want.used) and torch.equal(state.clock, want.clock)
+        slots, loads, counts = got
+        check_invariants(state, ids, slots)
+        evictions += int(counts[..., EVICTIONS].sum())
+        for b, row in enumerate(rows):
+            token = int(position[b % len(position)])
+            opened = token // shape.page if token % shape.page == 0 else -1
+            for h, recency in enumerate(row):
+                recency.drop(dropped[b, h].nonzero().flatten().tolist())
+                selected = [page for page in ids[b, h].tolist() if page >= 0]
+                in_slots, to_load, evicted = recency.step(selected, opened)
+                assert torch.equal(slots[b, h], padded(in_slots, slots[b, h]))
+                assert torch.equal(loads[b, h], padded(to_load, loads[b, h]))
+                assert counts[b, h, LOADS] == len(to_load) and counts[b, h, EVICTIONS] == evicted
+                assert counts[b, h, HITS] + counts[b, h, LOADS] == len(selected)
+    if shape.pages > 2 * shape.slots and stale < 0.1 and steps > 20:
+        assert evictions > 0
+
+
+Fetch = Callable[..., None]
+LAYOUTS = ("head-major", "token-major", "interleaved")
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """A cache, and how many pages of each row are to be loaded (at random where ``loads`` is None)."""
+
+    batch: int = 2
+    kv_heads: int = 2
+    tokens: int = 100
+    dim: int = 64
+    value_dim: int = 64
+    page: int = 16
+    slots: int = 9
+    selected: int = 5
+    loads: int | None = None
+    layout: str = "head-major"
+    dtype: torch.dtype = torch.bfloat16
+
+
+def make_caches(shape: CacheShape) -> tuple[Tensor, Tensor]:
+    """Keys and values; ``interleaved`` has the value of a token beside its key, ``token-major`` all heads of it."""
+    batch, heads, tokens = shape.batch, shape.kv_heads, shape.tokens
+    if shape.layout == "interleaved":
+        both = torch.randn(batch, heads, tokens, shape.dim + shape.value_dim).to(shape.dtype)
+        return both[..., : shape.dim], both[..., shape.dim :]
+    if shape.layout == "token-major":
+        keys, values = (
+            torch.randn(tokens + 3, batch, heads, dim).to(shape.dtype)[:tokens].permute(1, 2, 0, 3)
+            for dim in (shape.dim, shape.value_dim)
+        )
+        return keys, values
+    keys, values = (
+        torch.randn(batch, heads, tokens, dim).to(shape.dtype)
+        for dim in (shape.dim, shape.value_dim)
+    )
+    return keys, values
+
+
+def make_pools(shape: CacheShape) -> tuple[Tensor, Tensor]:
+    """Pools of garbage."""
+    rows = (shape.batch, shape.kv_heads, shape.slots, shape.page)
+    keys, values = (torch.randn(*rows, dim).to(shape.dtype) for dim in (shape.dim, shape.value_dim))
+    return keys, values
+
+
+def check_fetch(fetch: Fetch, shape: CacheShape) -> None:
+    """Every slot named gets its page; nothing else changes, and nothing past the cache is read."""
+    keys, values = make_caches(shape)
+    pages = -(-shape.tokens // shape.page)
+    rows = (shape.batch, shape.kv_heads)
+    # What stands after the loads is not to be acted upon.
+    loads = torch.full((*rows, shape.selected, 2), 2**30, dtype=torch.int32)
+    counts = torch.randint(0, 99, (*rows, 3), dtype=torch.int32)
+    most = min(shape.selected, pages)
+    for b in range(shape.batch):
+        for h in range(shape.kv_heads):
+            count = shape.loads if shape.loads is not None else int(torch.randint(0, most + 1, ()))
+            chosen = torch.randperm(pages)[:count].sort().values
+            if count:
+                chosen[-1] = pages - 1
+            loads[b, h, :count, 0] = chosen
+            loads[b, h, :count, 1] = torch.randperm(shape.slots)[:count]
+            counts[b, h, LOADS] = count
+    pools = make_pools(shape)
+    want = [pool.clone() for pool in pools]
+    fetch_reference(keys, values, loads, counts, want[0], want[1], shape.page)
+    fetch(keys, values, loads, counts, *pools, shape.page)
+    for pool, expected in zip(pools, want, strict=True):
+        assert torch.equal(pool, expected)

@@ -1,0 +1,115 @@
+"""The lowerings of a pool of pages, without a GPU: the code that Inductor writes around their templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from .interpreted import Check, child_process
+from .pools import CacheShape, PoolShape, make_caches, make_pools, new_state
+from .test_templates_lowering import allocations, calls_of_ops, launches, written_code
+
+pytest.importorskip("triton")
+
+PAGE, SELECTED, SLOTS, TOKENS = 32, 6, 12, 1024
+POOL = PoolShape(selected=SELECTED, slots=SLOTS, pages=TOKENS // PAGE, page=PAGE)
+
+
+def step(
+    ids: Tensor,
+    position: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pool_keys: Tensor,
+    pool_values: Tensor,
+    *state: Tensor,
+) -> tuple[Tensor, ...]:
+    slots, loads, counts = torch.ops.hsa.diff(ids, position, PAGE, *state)
+    torch.ops.hsa.fetch(keys, values, loads, counts, pool_keys, pool_values, PAGE)
+    bits = torch.full((1, 1, keys.shape[2] // PAGE), -1)
+    q = torch.ones(ids.shape[0], 8, 1, 64, dtype=keys.dtype)
+    out, lse = torch.ops.hsa.sparse_attention(
+        q, pool_keys, pool_values, ids, slots, bits, None, 0.125, PAGE
+    )
+    return counts.sum((0, 1)), out + 1, lse
+
+
+def inputs(layout: str, dtype: torch.dtype, page_major: bool = False) -> list[Tensor]:
+    cache = CacheShape(
+        tokens=TOKENS, page=PAGE, selected=SELECTED, slots=SLOTS, layout=layout, dtype=dtype
+    )
+    shape = PoolShape(**{**POOL.__dict__, "page_major": page_major})
+    ids = torch.arange(SELECTED, dtype=torch.int32).expand(2, 2, SELECTED).contiguous()
+    return [
+        *(ids, torch.tensor([TOKENS - 1])),
+        *make_caches(cache),
+        *make_pools(cache),
+        *new_state(shape).tensors(),
+    ]
+
+
+def check_nothing_is_copied(code: str) -> None:
+    """Neither caches nor pools nor their records: nothing of their sizes is allocated."""
+    rows = "(2, 2, "
+    small = {f"{rows}{SELECTED})", f"{rows}{SELECTED}, 2)", f"{rows}3)"}
+    assert {size for size in allocations(code) if size.startswith(rows)} == small
+
+
+def check_static(layout: str, dtype: torch.dtype) -> None:
+    code = written_code(step, inputs(layout, dtype))
+    kernels = [name for name in launches(code) if name.startswith("triton_tem")]
+    order = ("diff", "fetch", "sparse_attention", "sparse_attention")
+    assert len(kernels) == 4 and all(op in name for op, name in zip(order, kernels, strict=True))
+    check_nothing_is_copied(code)
+    assert not calls_of_ops(code)
+
+
+def check_growing() -> None:
+    args = inputs("token-major", torch.bfloat16, page_major=True)
+    for index in (2, 3, 6):
+        torch._dynamo.mark_dynamic(args[index], 2)
+    code = written_code(step, args)
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 4
+    assert not calls_of_ops(code)
+    check_nothing_is_copied(code)
+
+
+def check_any_batch_and_selection() -> None:
+    args = inputs("head-major", torch.bfloat16)
+    for arg in args[:1] + args[2:]:
+        torch._dynamo.mark_dynamic(arg, 0)
+    torch._dynamo.mark_dynamic(args[0], 2)
+    code = written_code(step, args)
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 4
+    assert not calls_of_ops(code)
+
+
+def check_eager_fallback() -> None:
+    code = written_code(step, inputs("head-major", torch.float64))
+    assert calls_of_ops(code) == {"fetch", "sparse_attention"}
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Check]:
+    with child_process(interpret=False) as run:
+        yield run
+
+
+@pytest.mark.parametrize("layout", ["head-major", "interleaved"])
+def test_static_cache(child: Check, layout: str) -> None:
+    child(check_static, layout, torch.bfloat16)
+
+
+def test_growing_cache_has_symbolic_lengths(child: Check) -> None:
+    child(check_growing)
+
+
+def test_batch_and_selection_may_be_symbolic(child: Check) -> None:
+    child(check_any_batch_and_selection)
+
+
+def test_what_no_kernel_takes_runs_eagerly(child: Check) -> None:
+    child(check_eager_fallback)
