@@ -13,7 +13,8 @@
 
 A page is *resident* where its table entry and the owner of that slot name each other. Taking a page out of the pool,
 because the cache changed behind it, is therefore one write: its table entry becomes -1 and its slot is dead. A new
-state has -1 throughout the table and the owners.
+state has -1 throughout the table and the owners, and a clock of 0. Nothing else may write ``used`` or ``clock``: a
+resident page was last used before this step's clock.
 
 The rule. A resident page is a hit and stays where it is. The others take as many slots as they are: dead and empty
 slots first, then those of the least recently used pages, ties to the lower slot; never the slot of a page selected in

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hsa_compile.lowering.limits import MAX_POOL_SLOTS, pool_limits
+
 from .interpreted import Check, child_process
 from .pools import CacheShape, PoolShape, make_caches, make_pools, new_state
 from .test_templates_lowering import allocations, calls_of_ops, launches, written_code
@@ -113,3 +115,9 @@ def test_batch_and_selection_may_be_symbolic(child: Check) -> None:
 
 def test_what_no_kernel_takes_runs_eagerly(child: Check) -> None:
     child(check_eager_fallback)
+
+
+def test_limits_say_why() -> None:
+    assert pool_limits(1) is None and pool_limits(MAX_POOL_SLOTS) is None
+    assert pool_limits(0) == "a pool of 0 slots is not between 1 and 4096"
+    assert pool_limits(5000) == "a pool of 5000 slots is not between 1 and 4096"
