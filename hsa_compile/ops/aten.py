@@ -174,11 +174,12 @@ def select(
     union = kv_head_words(bits, kv_heads)
     present = union != 0
     index = torch.arange(pages, device=q.device)
-    in_page = popcount(union)
-    length = in_page.sum(-1)
     begin = index * page_size
-    lowest = begin + popcount((union & -union) - 1)
-    highest = begin + popcount(_smeared(union)) - 1
+    # Inductor unrolls reductions over few pages: their operands are not to be computed in each copy.
+    in_page = _materialise(popcount(union).contiguous())
+    lowest = _materialise((begin + popcount((union & -union) - 1)).contiguous())
+    highest = _materialise((begin + popcount(_smeared(union)) - 1).contiguous())
+    length = in_page.sum(-1)
     first = torch.where(present, lowest, pages * page_size).amin(-1, keepdim=True)
     last = torch.where(present, highest, -1).amax(-1, keepdim=True)
     always = present & ((lowest < first + sink) | (highest > last - max(recent, 1)))
