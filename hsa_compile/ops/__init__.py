@@ -11,13 +11,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import aten, checked_position, diff, fetch, page_mask, select, sparse_attention, summarize
+from . import (
+    append,
+    aten,
+    checked_position,
+    diff,
+    fetch,
+    page_mask,
+    select,
+    sparse_attention,
+    summarize,
+)
 from ._library import implement
 
 implement("checked_position", checked_position.checked_position, checked_position.fake)
 implement("page_mask", page_mask.page_mask, page_mask.fake)
 implement("summarize", summarize.summarize, summarize.fake)
 implement("select", aten.select, select.fake)
+implement("append", append.append, append.fake)
 implement("diff", diff.diff, diff.fake)
 implement("fetch", fetch.fetch, fetch.fake)
 implement("sparse_attention", aten.sparse_attention, sparse_attention.fake)

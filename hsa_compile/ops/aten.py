@@ -125,12 +125,19 @@ def summarize(
     covered: Tensor,
     algorithm: str,
     page_size: int,
+    tail: Tensor | None = None,
 ) -> object:
     """``hsa::summarize`` for Inductor on a CPU: the page that is written into, in every step, and the bookkeeping.
 
     Which other pages are stale depends on data; ``hsa::store_summary`` sees to them and mostly finds none.
+    With a tail the op stays whole: it is for caches that a GPU reads from the host.
     """
-    if keys.device.type != "cpu" or position.dim() != 1 or position.shape[0] != 1:
+    if (
+        tail is not None
+        or keys.device.type != "cpu"
+        or position.dim() != 1
+        or position.shape[0] != 1
+    ):
         return NotImplemented
     tokens = keys.shape[2]
     words = kv_head_words(bits, keys.shape[1])

@@ -3,7 +3,7 @@
     ids      [B, Hkv, K] int32     selected pages, ascending, padded with -1 (``hsa::select``)
     position [1] or [B] int64      where this step's token was written
     table    [B, Hkv, P] int32     written; the slot of each page, or -1
-    owner    [B, Hkv, N] int32     written; the page in each slot, or -1; N >= K
+    owner    [B, Hkv, N] int32     written; the page in each slot, or -1; N > K
     used     [B, Hkv, N] int32     written; the clock when a slot's page was last selected
     clock    [B, Hkv] int32        written; steps so far, one more after each
     ->
@@ -16,10 +16,11 @@ because the cache changed behind it, is therefore one write: its table entry bec
 state has -1 throughout the table and the owners, and a clock of 0. Nothing else may write ``used`` or ``clock``: a
 resident page was last used before this step's clock.
 
-The rule. A resident page is a hit and stays where it is. The others take as many slots as they are: dead and empty
-slots first, then those of the least recently used pages, ties to the lower slot; never the slot of a page selected in
-this step. In ascending order, pages to load get these slots in ascending order. The page that this step's token opened
-(the token is its first) holds nothing that the pool lacks: it gets the slot that is left and counts as a hit. A page
+The rule. The page of the position, the *tail*, has the last slot for itself: steps write their tokens there
+(``hsa::append``). If it is selected and not resident, it is loaded into that slot; any other page whose slot that is
+is not resident. For the rest, a resident page is a hit and stays where it is. The others take as many of the slots before
+the last as they are: dead and empty slots first, then those of the least recently used pages, ties to the lower slot;
+never the slot of a page selected in this step. In ascending order, pages get these slots in ascending order. A page
 that is resident and loses its slot is evicted.
 
 Work goes by K and N; nothing but single entries of the table is looked at.
@@ -50,12 +51,12 @@ def diff_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The specification, row by row."""
     batch, kv_heads, pages = table.shape
+    last = owner.shape[2] - 1
     slots, loads, counts = fake(ids, position, page_size, table, owner, used, clock)
     for result in (slots, loads, counts):
         result.fill_(-1)
     for b in range(batch):
-        token = int(position[b if len(position) > 1 else 0])
-        opened = token // page_size if token % page_size == 0 else -1
+        tail = int(position[b if len(position) > 1 else 0]) // page_size
         for h in range(kv_heads):
             now = int(clock[b, h])
             slot_of, page_in = table[b, h].tolist(), owner[b, h].tolist()
@@ -63,26 +64,26 @@ def diff_reference(
             live = {
                 slot: page
                 for slot, page in enumerate(page_in)
-                if 0 <= page < pages and slot_of[page] == slot
+                if 0 <= page < pages and slot_of[page] == slot and (slot != last or page == tail)
             }
-            resident = {page: slot for slot, page in live.items()}
-            missing = [page for page in selected if page not in resident]
-            free = [slot for slot in range(len(page_in)) if live.get(slot) not in selected]
-            last = used[b, h].tolist()
-            free.sort(key=lambda slot: (slot in live, last[slot] if slot in live else 0, slot))
-            victims = sorted(free[: len(missing)])
-            to_load = [page for page in missing if page != opened]
-            placed = dict(zip(to_load + [page for page in missing if page == opened], victims))
+            placed = {page: slot for slot, page in live.items()}
+            to_load = [page for page in selected if page not in placed]
+            others = [page for page in to_load if page != tail]
+            free = [slot for slot in range(last) if live.get(slot) not in selected]
+            age = used[b, h].tolist()
+            free.sort(key=lambda slot: (slot in live, age[slot] if slot in live else 0, slot))
+            victims = sorted(free[: len(others)])
+            placed |= {tail: last} if tail in to_load else {}
+            placed |= dict(zip(others, victims, strict=True))
             evicted = [live[slot] for slot in victims if slot in live]
             for page in evicted:
                 table[b, h, page] = -1
-            for page, slot in placed.items():
-                table[b, h, page], owner[b, h, slot] = slot, page
-            for at, page in enumerate(selected):
-                slots[b, h, at] = placed[page] if page in placed else resident[page]
-                used[b, h, slots[b, h, at]] = now
             for at, page in enumerate(to_load):
+                table[b, h, page], owner[b, h, placed[page]] = placed[page], page
                 loads[b, h, at, 0], loads[b, h, at, 1] = page, placed[page]
+            for at, page in enumerate(selected):
+                slots[b, h, at] = placed[page]
+                used[b, h, placed[page]] = now
             counts[b, h, HITS] = len(selected) - len(to_load)
             counts[b, h, LOADS] = len(to_load)
             counts[b, h, EVICTIONS] = len(evicted)
@@ -108,34 +109,42 @@ def diff(
     """PyTorch implementation; never waits for the device. Raises ValueError where a pool could not hold a selection."""
     batch, kv_heads, count = ids.shape
     pages, pool = table.shape[2], owner.shape[2]
-    if pool < count:
-        raise ValueError(f"a pool of {pool} slots cannot hold a selection of {count} pages")
+    if pool <= count:
+        raise ValueError(
+            f"a pool of {pool} slots cannot hold a selection of {count} pages beside the last one's slot"
+        )
+    last = pool - 1
     now = clock.unsqueeze(-1)
-    token = position.view(-1, 1, 1)
     slot = torch.arange(pool, device=ids.device)
     order = torch.arange(count, device=ids.device)
 
     selected = ids >= 0
     page = ids.clamp(min=0).long()
+    is_tail = page == position.view(-1, 1, 1) // page_size
     held = table.gather(-1, page).long()
     resident = selected & (held >= 0) & (owner.gather(-1, held.clamp(min=0)) == ids)
+    resident = resident & (is_tail | (held != last))
     missing = selected & ~resident
-    load = missing & ~((page == token // page_size) & (token % page_size == 0))
-    n_missing, n_loads = missing.sum(-1, keepdim=True), load.sum(-1, keepdim=True)
+    other = missing & ~is_tail
+    n_others, n_loads = other.sum(-1, keepdim=True), missing.sum(-1)
 
-    # Slots in the order in which they are given up; there are as many as are missing, or more.
+    # Slots in the order in which they are given up; there are as many as are needed, or more.
     kept = _marked(torch.where(resident, held, pool), pool)
+    kept = kept | (slot == last)
     in_range = (owner >= 0) & (owner < pages)
     live = in_range & (table.gather(-1, torch.where(in_range, owner, 0).long()) == slot)
     age = torch.where(live, used.long(), -(2**32)).masked_fill(kept, 2**32)
     victims = torch.sort(age, dim=-1, stable=True).indices[..., :count]
-    taken = order < n_missing
+    taken = order < n_others
     victims = torch.where(taken, victims, pool).sort(-1).values
 
-    rank = torch.where(load, load.cumsum(-1) - 1, n_loads.clamp(max=count - 1))
-    slots = torch.where(resident, held, victims.gather(-1, rank)).masked_fill(~selected, -1)
+    given = victims.gather(-1, (other.cumsum(-1) - 1).clamp(min=0))
+    slots = torch.where(resident, held, torch.where(is_tail, last, given)).masked_fill(
+        ~selected, -1
+    )
     loads = ids.new_full((batch, kv_heads, count + 1, 2), -1)
-    entry = torch.where(load, rank, count).unsqueeze(-1).expand(-1, -1, -1, 2)
+    entry = torch.where(missing, missing.cumsum(-1) - 1, count)
+    entry = entry.unsqueeze(-1).expand(-1, -1, -1, 2)
     loads.scatter_(2, entry, torch.stack((ids, slots.to(ids.dtype)), -1))
 
     # The table is long and its entries are few: what need not be written repeats what the first page's entry becomes.
@@ -154,9 +163,7 @@ def diff(
     owner.copy_(owners.scatter_(-1, place, ids)[..., :pool])
     used.copy_(torch.where(_marked(torch.where(selected, slots, pool), pool), now, used))
     clock.add_(1)
-    counts = torch.stack(
-        (selected.sum(-1) - n_loads.squeeze(-1), n_loads.squeeze(-1), evicts.sum(-1)), -1
-    )
+    counts = torch.stack((selected.sum(-1) - n_loads, n_loads, evicts.sum(-1)), -1)
     return slots.to(ids.dtype), loads[:, :, :count].contiguous(), counts.to(ids.dtype)
 
 

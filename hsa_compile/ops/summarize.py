@@ -5,6 +5,7 @@
     position [1] or [B] int64      where this step's token was written
     summary  [B, Hkv, P, R]        written; R = algorithm's parts x D, in the dtype of the keys
     covered  [B, Hkv, P, 2] int64  written; which tokens a summary describes, and what the next step should find
+    tail     [B, Hkv, T, D]        the slot of a pool that holds the page of the position (``hsa::append``); T = page_size
 
 A page is stale, and is summarised anew over the tokens that any query head of the KV head can attend, when
 
@@ -16,6 +17,11 @@ A page is stale, and is summarised anew over the tokens that any query head of t
 What is expected is one word, ``expected``: the position, and 31 bits of the key before it. That key depends on all
 tokens before it, in every layer but the first, so a request that took the place of another is seen by it where nothing
 else tells: a tensor of ``torch.inference_mode`` has no version counter.
+
+Where keys are memory of the host, a step should not read them. With ``tail`` it does not, while nothing but this step's
+write makes a page stale: the key written here and the one before it are in the slot (where the position opens a page,
+what its last token has left there), and so is all of the page that can be attended, if the page's own expectation is
+met. ``hsa::append`` has seen to that; where it is not met, the page is read from the keys, as all others are.
 
 Nothing outside the mask is ever read into a summary, so padding and memory that was never written shape nothing.
 A page without attendable tokens gets a summary of zeros; selection never asks for it.
@@ -41,7 +47,7 @@ _NUMBERS_AT_ONCE = 1 << 19
 
 define(
     "summarize(Tensor keys, Tensor bits, Tensor position, Tensor(a!) summary, Tensor(b!) covered, "
-    "str algorithm, int page_size) -> ()"
+    "str algorithm, int page_size, Tensor? tail=None) -> ()"
 )
 define(
     "store_summary(Tensor keys, Tensor bits, Tensor position, Tensor fresh, Tensor others, "
@@ -49,12 +55,15 @@ define(
 )
 
 
-def expected(keys: Tensor, position: Tensor) -> Tensor:
+def expected(keys: Tensor, position: Tensor, tail: Tensor | None = None) -> Tensor:
     """What a step at ``position [1] or [B]`` should find: ``[B, Hkv]`` int64.
 
     The low half is the position; the high half a mark of the key before it, of the bits of its first channels in fp32.
+    That key is read from ``tail``, if it is given.
     """
     before = (position - 1).clamp(min=0)
+    if tail is not None:
+        keys, before = tail, before % tail.shape[2]
     if position.shape[0] == 1:
         key = keys.index_select(2, before).squeeze(2)
     else:
@@ -101,15 +110,14 @@ def _page_summaries(
 
 
 def _refresh_page(
-    keys: Tensor,
+    tokens: Tensor,
     words: Tensor,
     page: int,
     summary: Tensor,
     score: algorithms.PageScore,
     page_size: int,
 ) -> None:
-    """Summarise one page of every row, through views; ``words [Bm, 1 or Hkv, P]``."""
-    tokens = keys[:, :, page * page_size : (page + 1) * page_size]
+    """Summarise one page of every row, ``tokens [B, Hkv, up to T, D]``; ``words [Bm, 1 or Hkv, P]``."""
     if tokens.shape[2] < page_size:
         tokens = F.pad(tokens, (0, 0, 0, page_size - tokens.shape[2]))
     summary.select(2, page).copy_(_page_summaries(score, tokens, words.select(2, page), page_size))
@@ -122,15 +130,19 @@ def _refresh_pages(
     summary: Tensor,
     score: algorithms.PageScore,
     page_size: int,
+    tail: Tensor | None = None,
 ) -> None:
-    """Summarise the pages marked in ``stale [B, Hkv, P]``; ``words [B, Hkv, P]``."""
+    """Summarise the pages marked in ``stale [B, Hkv, P]``; ``words [B, Hkv, P]``. ``tail`` is what is read, if given."""
     last = keys.shape[2] - 1
     offsets = torch.arange(page_size, device=keys.device)
     at_once = max(1, _NUMBERS_AT_ONCE // (page_size * keys.shape[3]))
     rows = (index.split(at_once) for index in stale.nonzero(as_tuple=True))
     for b, h, p in zip(*rows, strict=True):
-        at = (p.unsqueeze(-1) * page_size + offsets).clamp(max=last)
-        page = keys[b.unsqueeze(-1), h.unsqueeze(-1), at]
+        if tail is None:
+            at = (p.unsqueeze(-1) * page_size + offsets).clamp(max=last)
+            page = keys[b.unsqueeze(-1), h.unsqueeze(-1), at]
+        else:
+            page = tail[b, h]
         summary[b, h, p] = _page_summaries(score, page, words[b, h, p], page_size).to(summary.dtype)
 
 
@@ -142,6 +154,7 @@ def _refresh(
     covered: Tensor,
     algorithm: str,
     page_size: int,
+    tail: Tensor | None = None,
 ) -> None:
     """Bring the summary up to date, but not yet what it covers.
 
@@ -151,14 +164,22 @@ def _refresh(
     score = algorithms.get(algorithm)
     words = kv_head_words(bits, keys.shape[1])
     at = position.reshape(-1, 1, 1)
-    found = expected(keys, position).unsqueeze(-1)
-    stale = (covered.select(-1, 0) != words) | (covered.select(-1, 1) != found)
+    met = covered.select(-1, 1) == expected(keys, position, tail).unsqueeze(-1)
+    stale = (covered.select(-1, 0) != words) | ~met
     written = {p // page_size for p in position.tolist()}
     page = written.pop()
     if written or page >= words.shape[2]:
-        stale |= torch.arange(words.shape[2], device=words.device) == at // page_size
+        here = torch.arange(words.shape[2], device=words.device) == at // page_size
+        stale |= here
+        if tail is not None:
+            rows = here & met
+            _refresh_pages(keys, words.expand_as(met), rows, summary, score, page_size, tail)
+            stale &= ~rows
     else:
-        _refresh_page(keys, words, page, summary, score, page_size)
+        # Where a row does not meet what it expects, all rows read the keys; the others find the same there.
+        from_keys = tail is None or not met.select(2, page).all()
+        tokens = keys[:, :, page * page_size : (page + 1) * page_size] if from_keys else tail
+        _refresh_page(tokens, words, page, summary, score, page_size)
         stale.select(2, page).fill_(False)
     if stale.any():
         _refresh_pages(keys, words.expand_as(stale), stale, summary, score, page_size)
@@ -190,11 +211,12 @@ def summarize(
     covered: Tensor,
     algorithm: str,
     page_size: int,
+    tail: Tensor | None = None,
 ) -> None:
     """PyTorch implementation: work in proportion to the stale pages, beside one look at the words."""
-    _refresh(keys, bits, position, summary, covered, algorithm, page_size)
+    _refresh(keys, bits, position, summary, covered, algorithm, page_size, tail)
     covered.select(-1, 0).copy_(kv_head_words(bits, keys.shape[1]))
-    covered.select(-1, 1).copy_(expected(keys, position + 1).unsqueeze(-1))
+    covered.select(-1, 1).copy_(expected(keys, position + 1, tail).unsqueeze(-1))
 
 
 def fake(
@@ -205,6 +227,7 @@ def fake(
     covered: Tensor,
     algorithm: str,
     page_size: int,
+    tail: Tensor | None = None,
 ) -> None:
     return None
 

@@ -63,8 +63,11 @@ def select_some(last: set[int], newest: int, shape: PoolShape) -> list[int]:
     return sorted({newest, *([*kept, *order][: count - 1])})
 
 
-def selections(shape: PoolShape, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids and position, step by step: tokens one after another, now and then from another place on."""
+def selections(shape: PoolShape, steps: int, ahead: float = 0.0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids and position, step by step: tokens one after another, now and then from another place on.
+
+    A share ``ahead`` of the selections has its newest page at or after the position's, which then need not be selected.
+    """
     rows = [(b, h) for b in range(shape.batch) for h in range(shape.kv_heads)]
     last: dict[tuple[int, int], set[int]] = {row: set() for row in rows}
     capacity = shape.pages * shape.page
@@ -78,7 +81,10 @@ def selections(shape: PoolShape, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
             position = position // shape.page * shape.page
         ids = torch.full((shape.batch, shape.kv_heads, shape.selected), -1, dtype=torch.int32)
         for b, h in rows:
-            chosen = select_some(last[b, h], int(position[b % len(position)]) // shape.page, shape)
+            newest = int(position[b % len(position)]) // shape.page
+            if torch.rand(()) < ahead:
+                newest = int(torch.randint(newest, shape.pages, ()))
+            chosen = select_some(last[b, h], newest, shape)
             if torch.rand(()) < 0.02:
                 chosen = []  # a row whose mask is empty
             last[b, h] = set(chosen)
@@ -93,33 +99,57 @@ def make_stale(state: PoolState, share: float) -> Tensor:
     return stale
 
 
+def move_tail(
+    state: PoolState, position: Tensor, page: int, dropped: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The last slot becomes that of the position's page, as ``append`` has it; now and then it holds all of the page.
+
+    Returns what is dropped, with the pages that this took out of the pool, and the rows whose page is in it by this.
+    """
+    table, owner, last = state.table, state.owner, state.owner.shape[2] - 1
+    dropped, opened = dropped.clone(), torch.zeros(owner.shape[:2], dtype=torch.bool)
+    for b in range(table.shape[0]):
+        tail, token = divmod(int(position[b % len(position)]), page)
+        for h in range(table.shape[1]):
+            old = int(owner[b, h, last])
+            if old != tail or table[b, h, tail] != last:
+                opened[b, h] = token == 0 and torch.rand(()) < 0.5
+                dropped[b, h, [tail, max(old, 0)] if old >= 0 else tail] = True
+                table[b, h, tail] = last if opened[b, h] else -1
+            owner[b, h, last] = tail
+    return dropped, opened
+
+
 class Recency:
-    """One row's pool as a cache that evicts by recency: pages in the order of their last use, and their slots."""
+    """One row's pool as a cache that evicts by recency: pages in the order of their last use, and their slots.
+
+    The last slot is the tail's alone.
+    """
 
     def __init__(self, slots: int) -> None:
         self.pages: OrderedDict[int, int] = OrderedDict()
-        self.empty = set(range(slots))
+        self.last = slots - 1
+        self.empty = set(range(self.last))
 
     def drop(self, pages: list[int]) -> None:
         for page in pages:
-            if page in self.pages:
-                self.empty.add(self.pages.pop(page))
+            slot = self.pages.pop(page, self.last)
+            self.empty |= {slot} - {self.last}
 
-    def step(
-        self, selected: list[int], opened: int
-    ) -> tuple[list[int], list[tuple[int, int]], int]:
+    def step(self, selected: list[int], tail: int) -> tuple[list[int], list[tuple[int, int]], int]:
         """Slots of the selected pages, loads, evictions."""
         missing = [page for page in selected if page not in self.pages]
-        taken = sorted(self.empty)[: len(missing)]
+        others = [page for page in missing if page != tail]
+        taken = sorted(self.empty)[: len(others)]
         self.empty -= set(taken)
-        unused = [page for page in self.pages if page not in selected]
-        evicted = unused[: len(missing) - len(taken)]
+        unused = [page for page in self.pages if page not in selected and page != tail]
+        evicted = unused[: len(others) - len(taken)]
         taken = sorted(taken + [self.pages.pop(page) for page in evicted])
-        missing.sort(key=lambda page: (page == opened, page))
-        self.pages |= dict(zip(missing, taken, strict=True))
+        self.pages |= dict(zip(others, taken, strict=True))
+        self.pages |= {tail: self.last} if tail in missing else {}
         for page in sorted(selected, key=lambda page: self.pages[page]):
             self.pages.move_to_end(page)
-        loads = [(page, self.pages[page]) for page in missing if page != opened]
+        loads = [(page, self.pages[page]) for page in missing]
         return [self.pages[page] for page in selected], loads, len(evicted)
 
 
@@ -139,12 +169,12 @@ def check_invariants(state: PoolState, ids: Tensor, slots: Tensor) -> None:
     assert torch.equal(held[valid], ids[valid])
     entry = table.gather(-1, ids.clamp(min=0).long())
     assert torch.equal(entry[valid], slots[valid].long())
-    resident = table >= 0
+    # Former tails may name the last slot.
+    resident = (table >= 0) & (table < owner.shape[-1] - 1)
     pages = torch.arange(table.shape[-1]).expand_as(table)
     assert torch.equal(owner.gather(-1, table.clamp(min=0))[resident].long(), pages[resident])
-    for row in table.flatten(0, 1):
-        taken = row[row >= 0]
-        assert len(taken.unique()) == len(taken)
+    for row, named in zip(table.flatten(0, 1), resident.flatten(0, 1), strict=True):
+        assert len(row[named].unique()) == int(named.sum())
 
 
 def check_diff(diff: Diff, shape: PoolShape, steps: int, stale: float = 0.02) -> None:
@@ -152,8 +182,9 @@ def check_diff(diff: Diff, shape: PoolShape, steps: int, stale: float = 0.02) ->
     state = new_state(shape)
     rows = [[Recency(shape.slots) for _ in range(shape.kv_heads)] for _ in range(shape.batch)]
     evictions = 0
-    for ids, position in selections(shape, steps):
+    for ids, position in selections(shape, steps, ahead=0.1):
         dropped = make_stale(state, stale if torch.rand(()) < 0.5 else 0.0)
+        dropped, opened = move_tail(state, position, shape.page, dropped)
         want = state.clone()
         before = ids.clone(), position.clone()
         got = diff(ids, position, shape.page, *state.tensors())
@@ -167,12 +198,12 @@ def check_diff(diff: Diff, shape: PoolShape, steps: int, stale: float = 0.02) ->
         check_invariants(state, ids, slots)
         evictions += int(counts[..., EVICTIONS].sum())
         for b, row in enumerate(rows):
-            token = int(position[b % len(position)])
-            opened = token // shape.page if token % shape.page == 0 else -1
+            tail = int(position[b % len(position)]) // shape.page
             for h, recency in enumerate(row):
                 recency.drop(dropped[b, h].nonzero().flatten().tolist())
+                recency.pages |= {tail: recency.last} if opened[b, h] else {}
                 selected = [page for page in ids[b, h].tolist() if page >= 0]
-                in_slots, to_load, evicted = recency.step(selected, opened)
+                in_slots, to_load, evicted = recency.step(selected, tail)
                 assert torch.equal(slots[b, h], padded(in_slots, slots[b, h]))
                 assert torch.equal(loads[b, h], padded(to_load, loads[b, h]))
                 assert counts[b, h, LOADS] == len(to_load) and counts[b, h, EVICTIONS] == evicted

@@ -32,68 +32,85 @@ NONE = [-1, -1]
 
 @BOTH
 def test_by_hand(diff: Diff) -> None:
-    state = one_row([-1] * 8, [-1] * 4, [0] * 4, 0)
-    # An empty pool; token 21 is the second of page 5, which must be loaded like the others.
-    assert run(diff, state, [0, 2, 5], 21) == ([0, 1, 2], [[0, 0], [2, 1], [5, 2]], [0, 3, 0])
-    assert state.owner.tolist() == [[[0, 2, 5, -1]]]
-    # The empty slot goes before the page not used in this step.
-    assert run(diff, state, [0, 4, 5], 22) == ([0, 3, 2], [[4, 3], NONE, NONE], [2, 1, 0])
-    # Page 2 was used least recently. Padding takes no slot.
-    assert run(diff, state, [1, 5, -1], 23) == ([1, 2, -1], [[1, 1], NONE, NONE], [1, 1, 1])
-    assert state.table.tolist() == [[[0, 1, -1, -1, 3, 2, -1, -1]]]
-    assert state.used.tolist() == [[[1, 2, 2, 1]]] and state.clock.tolist() == [[3]]
-    # Token 24 opens page 6: it takes the later of the two slots, and there is nothing to load but page 3.
-    assert run(diff, state, [3, 5, 6], 24) == ([0, 2, 3], [[3, 0], NONE, NONE], [2, 1, 2])
-    assert state.table.tolist() == [[[-1, 1, -1, 0, -1, 2, 3, -1]]]
-    # The next token of that page finds it in the pool.
-    assert run(diff, state, [1, 3, 6], 25) == ([1, 0, 3], [NONE] * 3, [3, 0, 0])
+    state = one_row([-1] * 8, [-1] * 5, [0] * 5, 0)
+    # An empty pool; token 21 is of page 5, which has the last slot.
+    assert run(diff, state, [0, 2, 5], 21) == ([0, 1, 4], [[0, 0], [2, 1], [5, 4]], [0, 3, 0])
+    assert state.owner.tolist() == [[[0, 2, -1, -1, 5]]]
+    # Empty slots go before the page not used in this step; the tail is where it was.
+    assert run(diff, state, [0, 4, 5], 22) == ([0, 2, 4], [[4, 2], NONE, NONE], [2, 1, 0])
+    assert run(diff, state, [4, 6, 7], 22) == ([2, 1, 3], [[6, 1], [7, 3], NONE], [1, 2, 1])
+    # Page 0 was used least recently. Padding takes no slot.
+    assert run(diff, state, [1, 5, -1], 23) == ([0, 4, -1], [[1, 0], NONE, NONE], [1, 1, 1])
+    assert state.table.tolist() == [[[-1, 0, -1, -1, 2, 4, 1, 3]]]
+    assert state.used.tolist() == [[[3, 2, 2, 2, 3]]] and state.clock.tolist() == [[4]]
+    # Token 24 is of page 6: in the pool, where it is left. Page 5 has lost its slot, so it must be loaded.
+    assert run(diff, state, [4, 5, 6], 24) == ([2, 3, 1], [[5, 3], NONE, NONE], [2, 1, 1])
+    assert state.table.tolist() == [[[-1, 0, -1, -1, 2, 3, 1, -1]]]
+
+
+@BOTH
+def test_the_tail_has_the_last_slot(diff: Diff) -> None:
+    """Whatever was there, and however recently it was used; pages after the tail are loaded after it."""
+    state = one_row([0, 3, -1, -1, -1], [0, -1, -1, 1], [5, 0, 0, 6], 7)
+    assert run(diff, state, [0, 2, 3], 9) == ([0, 3, 1], [[2, 3], [3, 1], NONE], [1, 2, 0])
+    assert state.owner.tolist() == [[[0, 3, -1, 2]]]
+    # A tail that is not selected leaves its slot to nobody.
+    state = one_row([0, 1, -1, -1, -1], [0, 1, 2, 3], [1, 2, 0, 0], 7)
+    assert run(diff, state, [2, 3, 4], 1) == ([0, 1, 2], [[2, 0], [3, 1], [4, 2]], [0, 3, 2])
+    assert state.owner.tolist() == [[[2, 3, 4, 3]]]
+    # Given up by the tail, selected again: loaded, elsewhere.
+    state = one_row([-1, 2, 0], [2, -1, 1], [3, 0, 6], 7)
+    assert run(diff, state, [1, 2], 9) == ([1, 0], [[1, 1], NONE], [1, 1, 0])
+    assert state.owner.tolist() == [[[2, 1, 1]]]
 
 
 @BOTH
 def test_dead_slots_go_first(diff: Diff) -> None:
     # Page 1 went stale: slot 2 still names it, but was used last.
-    state = one_row([0, -1, 1, -1], [0, 2, 1], [5, 6, 7], 8)
-    assert run(diff, state, [0, 3, -1], 13) == ([0, 2, -1], [[3, 2], NONE, NONE], [1, 1, 0])
-    assert state.table.tolist() == [[[0, -1, 1, 2]]]
+    state = one_row([0, -1, 1, -1, -1], [0, 2, 1, -1], [5, 6, 7, 0], 8)
+    assert run(diff, state, [0, 3, -1], 17) == ([0, 2, -1], [[3, 2], NONE, NONE], [1, 1, 0])
+    assert state.table.tolist() == [[[0, -1, 1, 2, -1]]]
     # A stale page that is selected is loaded, here into the dead slot that still names it.
-    state = one_row([0, -1, 1, -1], [0, 2, 1], [5, 6, 7], 8)
-    assert run(diff, state, [1, 2, -1], 13) == ([2, 1, -1], [[1, 2], NONE, NONE], [1, 1, 0])
+    state = one_row([0, -1, 1, -1, -1], [0, 2, 1, -1], [5, 6, 7, 0], 8)
+    assert run(diff, state, [1, 2, -1], 17) == ([2, 1, -1], [[1, 2], NONE, NONE], [1, 1, 0])
     # A page may be in the pool while another, dead, slot names it too; that slot is not its slot.
-    state = one_row([-1, 0, -1, -1], [1, 1, 0], [5, 9, 7], 9)
-    assert run(diff, state, [0, 1, 3], 13) == ([1, 0, 2], [[0, 1], [3, 2], NONE], [1, 2, 0])
-    assert state.owner.tolist() == [[[1, 0, 3]]] and state.table.tolist() == [[[1, 0, -1, 2]]]
+    state = one_row([-1, 0, -1, -1, -1], [1, 1, 0, -1], [5, 9, 7, 0], 9)
+    assert run(diff, state, [0, 1, 3], 17) == ([1, 0, 2], [[0, 1], [3, 2], NONE], [1, 2, 0])
+    assert state.owner.tolist() == [[[1, 0, 3, -1]]] and state.table.tolist() == [
+        [[1, 0, -1, 2, -1]]
+    ]
 
 
 @BOTH
-def test_an_opened_page_that_is_resident_stays(diff: Diff) -> None:
-    state = one_row([0, 1, -1], [0, 1], [3, 3], 4)
-    assert run(diff, state, [0, 1], 4) == ([0, 1], [NONE, NONE], [2, 0, 0])
+def test_a_tail_that_is_resident_stays(diff: Diff) -> None:
+    state = one_row([0, 2, -1], [0, -1, 1], [3, 3, 3], 4)
+    assert run(diff, state, [0, 1], 4) == ([0, 2], [NONE, NONE], [2, 0, 0])
 
 
 @BOTH
 def test_entries_that_do_not_name_each_other_are_not_resident(diff: Diff) -> None:
     # The table was longer: slot 0 holds page 9, and slot 1 is named by a page that it does not hold.
-    state = one_row([-1, 1, 2], [9, 2, 2], [9, 9, 9], 9)
-    assert run(diff, state, [1, 2, -1], 9) == ([0, 2, -1], [[1, 0], NONE, NONE], [1, 1, 0])
-    assert state.table.tolist() == [[[-1, 0, 2]]] and state.owner.tolist() == [[[1, 2, 2]]]
+    state = one_row([-1, 1, 2], [9, 2, 2, -1], [9, 9, 9, 9], 9)
+    assert run(diff, state, [1, 2, -1], 1) == ([0, 2, -1], [[1, 0], NONE, NONE], [1, 1, 0])
+    assert state.table.tolist() == [[[-1, 0, 2]]] and state.owner.tolist() == [[[1, 2, 2, -1]]]
 
 
 def test_a_pool_that_is_too_small_is_refused() -> None:
-    state = one_row([-1] * 4, [-1] * 2, [0] * 2, 0)
-    with pytest.raises(ValueError, match="pool of 2 slots cannot hold a selection of 3 pages"):
+    state = one_row([-1] * 4, [-1] * 3, [0] * 3, 0)
+    with pytest.raises(ValueError, match="pool of 3 slots cannot hold a selection of 3 pages"):
         run(HSA.diff, state, [0, 1, 2], 9)
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        PoolShape(selected=1, slots=1, pages=5),
+        PoolShape(selected=1, slots=2, pages=4),
         PoolShape(selected=1, slots=4, pages=3, batch=1),
-        PoolShape(selected=6, slots=6),
+        PoolShape(selected=6, slots=7),
         PoolShape(batch=3),
         PoolShape(selected=7, slots=28, pages=300, batch=3, page_major=True),
         PoolShape(selected=20, slots=33, pages=12, batch=1, kv_heads=3),
-        PoolShape(selected=33, slots=33, pages=100, batch=3, kv_heads=1, page_major=True),
+        PoolShape(selected=33, slots=34, pages=100, batch=3, kv_heads=1, page_major=True),
         PoolShape(selected=96, slots=192, pages=2000, batch=1, page=64),
     ],
     ids=str,

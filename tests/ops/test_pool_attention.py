@@ -28,7 +28,7 @@ class Decoding:
     """``slots`` as small as a pool may be: every page that is not selected anew is evicted soon."""
 
     selected: int = 5
-    slots: int = 5
+    slots: int = 6
     tokens: int = 16 * 20 + 7
     batch: int = 2
     kv_heads: int = 2
@@ -150,7 +150,7 @@ def check_decoding(ops: Ops, case: Decoding, steps: int, tolerance: float = 0.0)
 
 CASES = [
     Decoding(),
-    Decoding(selected=1, slots=1, batch=3, kv_heads=1, bias=True),
+    Decoding(selected=1, slots=2, batch=3, kv_heads=1, bias=True),
     Decoding(slots=9, layout="interleaved", dtype=torch.bfloat16, page=32, per_head=True),
     Decoding(selected=12, slots=20, tokens=16 * 9, group=1, layout="token-major", bias=True),
 ]
