@@ -1,9 +1,16 @@
 """Hierarchical sparse attention as a ``torch.compile`` backend: ``torch.compile(model, backend="hsa")``."""
 
-from hsa_compile.errors import CacheError, HsaError, OptionError, PolicyError, RewriteError
+from hsa_compile.errors import (
+    CacheError,
+    HostMemoryError,
+    HsaError,
+    OptionError,
+    PolicyError,
+    RewriteError,
+)
 from hsa_compile.explain import Explanation, explain
 from hsa_compile.policy import LayerPolicy, Policy
-from hsa_compile.runtime.state import summary_bytes
+from hsa_compile.runtime.state import pool_bytes, summary_bytes
 from hsa_compile.stats import Stats, stats
 
 __version__ = "0.1.0"
@@ -11,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheError",
     "Explanation",
+    "HostMemoryError",
     "HsaError",
     "LayerPolicy",
     "OptionError",
@@ -19,6 +27,7 @@ __all__ = [
     "RewriteError",
     "Stats",
     "explain",
+    "pool_bytes",
     "stats",
     "summary_bytes",
 ]

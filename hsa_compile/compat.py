@@ -179,6 +179,17 @@ def _cache_key_pass(identity: str, chained: Any) -> Any:
     return CacheKey()
 
 
+def storage_is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether more than one tensor is on a storage, beside the object ``storage`` itself."""
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # type: ignore[attr-defined]
+
+
+def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give ``tensor`` the memory of ``other``, which has its shape and strides; it remains the same object."""
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.data = other
+
+
 def trace_artifact(name: str, payload: str) -> None:
     """Put text into the structured trace that ``tlparse`` shows."""
     from torch._logging import trace_structured

@@ -30,7 +30,8 @@ __all__ = ["FIELDS", "PRESETS", "LayerName", "LayerPolicy", "Policy", "algorithm
 
 PAGE_SIZES = (16, 32, 64)
 GROUP_REDUCES = ("softmax_mean", "max")
-PLACEMENTS = ("device",)
+PLACEMENTS = ("device", "host")
+MAX_POOL = 64
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class LayerPolicy:
         recent: last tokens whose pages are always read (>= 0); the newest token's page always is.
         group_reduce: how the scores of the query heads that share a KV head become one:
             "softmax_mean" or "max".
-        placement: where the KV cache lives: "device".
+        placement: where the KV cache lives: "device", or "host": in pinned host memory, with a pool of pages on the
+            device.
+        pool: pages that the pool of placement "host" holds, as a multiple of those that a query selects (>= 1).
 
     Raises:
         PolicyError: a field is out of range or of the wrong type.
@@ -60,6 +63,7 @@ class LayerPolicy:
     recent: int = 64
     group_reduce: str = "softmax_mean"
     placement: str = "device"
+    pool: float = 2.0
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -78,11 +82,14 @@ class LayerPolicy:
             if type(value) is not int or value < 0:
                 refuse(name, value, "an int >= 0 (tokens)")
         check_choice("group_reduce", self.group_reduce, GROUP_REDUCES)
-        if self.placement == "host":
-            raise PolicyError(
-                f"placement 'host' is not available: this version has no host tier; valid: {listed(PLACEMENTS)}"
-            )
         check_choice("placement", self.placement, PLACEMENTS)
+        if type(self.pool) not in (int, float) or not 1 <= self.pool <= MAX_POOL:
+            refuse(
+                "pool",
+                self.pool,
+                f"a number from 1 to {MAX_POOL}, times the pages that a query selects",
+            )
+        object.__setattr__(self, "pool", float(self.pool))
 
     # 1 == 1.0 in Python, but a budget of one token must never stand in for one of everything.
     def _identity(self) -> tuple[object, ...]:
@@ -140,6 +147,8 @@ def describe(policy: LayerPolicy) -> str:
             parts.append(f"group_reduce={policy.group_reduce}")
     if policy.placement != usual.placement:
         parts.append(f"placement={policy.placement}")
+        if policy.algorithm != "dense":
+            parts.append(f"pool={policy.pool:g}")
     return " ".join(parts)
 
 

@@ -104,7 +104,10 @@ class AttentionSite:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What becomes of one site: ``sparse`` with these numbers, or ``dense`` for a reason that is no fault."""
+    """What becomes of one site: ``sparse`` with these numbers, or ``dense`` for a reason that is no fault.
+
+    ``pool_slots`` is 0 where the cache stays on its device; else pages of a KV head's pool, the last one for the tail.
+    """
 
     site: AttentionSite
     policy: LayerPolicy
@@ -113,6 +116,7 @@ class LayerPlan:
     slots: int | torch.SymInt = 0
     budget_pages: int | torch.SymInt = 0
     fraction: int = 0
+    pool_slots: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ after:  a ``LayerPlan`` (sparse, or dense by choice) or a ``Reject`` for each, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from hsa_compile.lowering.limits import kernel_limits
+from hsa_compile.lowering.limits import kernel_limits, pool_limits
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.policy import LayerName, LayerPolicy, Policy
 from hsa_compile.site import AttentionSite, LayerPlan, Reject
@@ -59,7 +60,17 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     else:
         budget = policy.pages(0)
         slots = max(budget + 1, forced)
-    return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
+    if policy.placement == "device":
+        return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
+    if site.keys.kind != "static" or not isinstance(tokens, int):
+        reason = f"placement 'host' takes caches of a fixed size, written in place; this one is {site.keys.kind}"
+        return Reject(site.where, reason, attention.anchor.name)
+    pages = -(-tokens // policy.page_size)
+    pool = min(max(math.ceil(policy.pool * slots), slots), pages) + 1
+    reason = pool_limits(pool) if q.device.type == "cuda" else None
+    if reason is not None:
+        return Reject(site.where, reason, attention.anchor.name)
+    return LayerPlan(site, policy, "sparse", "", slots, budget, fraction, pool)
 
 
 def _cannot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: LayerPolicy) -> str | None:

@@ -5,6 +5,11 @@
             summarize(keys, bits, pos, summary!, covered!); ids, counts = select(q, summary, bits, ...)
             o = sparse_attention(q, keys, values, ids, bits, bias, scale)
 
+    and, with the cache in host memory:
+            append(keys, values, k, v, bits, pos, covered!, table!, owner!, pool!); summarize(..., tail of the pool)
+            ids, counts = select(...); slots, loads = diff(ids, pos, table!, owner!, used!, clock!)
+            fetch(keys, values, loads, pool!); o = sparse_attention(q, pool, ids, slots, ...)
+
     before: keys' = cat(keys, k); ...; return keys', ...
     after:  keys'[:, :, -1:] = k; ...; return ...          (keys' is an input now: a view with room for k)
 
@@ -44,6 +49,32 @@ class SparseSite:
     page_major: bool
     result: fx.Node
     owns_summary: bool
+    values_input: fx.Node
+
+    @property
+    def counted(self) -> int:
+        """Numbers that are counted for it."""
+        return 5 if self.plan.pool_slots else 2
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The inputs that hold a cache's pages on the device (see ``hsa_compile.ops.diff``)."""
+
+    table: fx.Node
+    owner: fx.Node
+    used: fx.Node
+    clock: fx.Node
+    keys: fx.Node
+    values: fx.Node
+
+
+@dataclass(frozen=True)
+class State:
+    """What is kept beside one cache."""
+
+    summary: fx.Node
+    pool: Pool | None
 
 
 @dataclass
@@ -54,7 +85,7 @@ class Rewritten:
     growing: list[tuple[fx.Node, tuple[int, ...]]] = field(default_factory=list)
     """Inputs that are now views with room for one token, and the outputs of the model that they stand for."""
     counters: list[tuple[torch.device, fx.Node, list[int]]] = field(default_factory=list)
-    """A device, its counter input ``[sites, 2]``, and the sites (indices into ``sites``) of its rows."""
+    """A device, its counter input ``[sites, 2 or 5]``, and the sites (indices into ``sites``) of its rows."""
     outputs: int = 0
 
 
@@ -66,7 +97,8 @@ class _Rewriter:
         self.made: dict[object, fx.Node] = {}
         self.capacity: dict[fx.Node, int] = {}
         self.result = Rewritten()
-        self.counts: list[fx.Node] = []
+        self.counts: list[tuple[fx.Node, fx.Node | None]] = []
+        self.states: dict[tuple[object, ...], State] = {}
 
     def run(self) -> Rewritten:
         output = next(iter(reversed(self.graph.nodes)))
@@ -176,16 +208,25 @@ class _Rewriter:
         with self.graph.inserting_before(attention.out):
             bias, bits = self.masks.packed(attention.masks, keys, read, policy.page_size)
             position = self._position(plan.site.keys, keys, read)
-            described = ("summary", keys, bits, position, policy.algorithm, policy.page_size)
-            owns = described not in self.made
+            described: tuple[object, ...] = (
+                "summary",
+                keys,
+                bits,
+                position,
+                policy.algorithm,
+                policy.page_size,
+            )
+            if plan.pool_slots:
+                described += (values, plan.pool_slots)
+            owns = described not in self.states
             if owns:
-                self.made[described] = self._summary(plan, keys, bits, position, page_major)
-            summary = self.made[described]
+                self.states[described] = self._state(plan, keys, values, bits, position, page_major)
+            state = self.states[described]
             slots, budget = self._budget(plan, keys)
             selected = self.emit.call(
                 _HSA.select.default,
                 attention.q,
-                summary,
+                state.summary,
                 bits,
                 attention.scale,
                 policy.algorithm,
@@ -199,13 +240,13 @@ class _Rewriter:
             )
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
+            paged: tuple[object, ...] = (keys, values, ids, None)
+            if state.pool is not None:
+                paged, moved = self._paged(plan, keys, values, ids, position, state.pool)
             attended = self.emit.call(
                 _HSA.sparse_attention.default,
                 attention.q,
-                keys,
-                values,
-                ids,
-                None,
+                *paged,
                 bits,
                 bias,
                 attention.scale,
@@ -218,15 +259,22 @@ class _Rewriter:
                 result = self.emit.method("to", result, out.dtype)
         result.meta["nn_module_stack"] = attention.out.meta.get("nn_module_stack")
         attention.out.replace_all_uses_with(result)
-        self.counts.append(counts)
-        cache_input = keys if plan.site.keys.kind == "dynamic" else plan.site.keys.base
-        self.result.sites.append(SparseSite(plan, cache_input, page_major, result, owns))
+        self.counts.append((counts, None if state.pool is None else moved))
+        grown = plan.site.keys.kind == "dynamic"
+        inputs = (keys, values) if grown else (plan.site.keys.base, plan.site.values.base)
+        self.result.sites.append(SparseSite(plan, inputs[0], page_major, result, owns, inputs[1]))
         erase_unused(self.graph, attention.out)
 
-    def _summary(
-        self, plan: LayerPlan, keys: fx.Node, bits: fx.Node, position: fx.Node, page_major: bool
-    ) -> fx.Node:
-        """Inputs for the summary of the keys and for what it covers, kept true to the keys; returns the summary."""
+    def _state(
+        self,
+        plan: LayerPlan,
+        keys: fx.Node,
+        values: fx.Node,
+        bits: fx.Node,
+        position: fx.Node,
+        page_major: bool,
+    ) -> State:
+        """Inputs for what describes the keys, and for a pool of their pages; the ops that keep them true."""
         policy, read = plan.policy, plan.site.attention.k.meta["example_value"]
         number = sum(site.owns_summary for site in self.result.sites)
         batch, heads, tokens, size = read.shape
@@ -246,9 +294,74 @@ class _Rewriter:
                     strides,
                 )
             )
-        arguments = (keys, bits, position, *made, policy.algorithm, policy.page_size)
+        summary, covered = made
+        pool = None
+        tail: tuple[fx.Node, ...] = ()
+        if plan.pool_slots:
+            pool = self._pool(plan, number)
+            k, v = (
+                self._new_token(cache, held, position)
+                for cache, held in ((plan.site.keys, keys), (plan.site.values, values))
+            )
+            written = (covered, pool.table, pool.owner, pool.keys, pool.values)
+            arguments = (keys, values, k, v, bits, position, *written, policy.page_size)
+            self.emit.call(_HSA.append.default, *arguments)
+            tail = (self.emit.method("select", pool.keys, 2, plan.pool_slots - 1),)
+        arguments = (keys, bits, position, *made, policy.algorithm, policy.page_size, *tail)
         self.emit.call(_HSA.summarize.default, *arguments)
-        return made[0]
+        return State(summary, pool)
+
+    # -- the host tier
+
+    def _pool(self, plan: LayerPlan, number: int) -> Pool:
+        """Inputs for the pages of one cache that are on the device."""
+        read, value = (
+            node.meta["example_value"] for node in (plan.site.attention.k, plan.site.attention.v)
+        )
+        rows, slots, page = tuple(read.shape[:2]), plan.pool_slots, plan.policy.page_size
+        pages = -(-read.shape[2] // page)
+        inputs = {
+            "table": ((pages,), torch.int32),
+            "owner": ((slots,), torch.int32),
+            "used": ((slots,), torch.int32),
+            "clock": ((), torch.int32),
+            "keys": ((slots, page, read.shape[3]), read.dtype),
+            "values": ((slots, page, value.shape[3]), value.dtype),
+        }
+        return Pool(
+            **{
+                name: self.emit.input(f"hsa_pool_{name}_{number}", rows + shape, dtype, read.device)
+                for name, (shape, dtype) in inputs.items()
+            }
+        )
+
+    def _new_token(self, cache: CacheUpdate, held: fx.Node, position: fx.Node) -> fx.Node:
+        """What this step writes, ``[B, Hkv, 1, D]`` in the dtype of the cache."""
+        new, full = tensor(cache.new), tensor(held)
+        assert new is not None and full is not None
+        if tuple(new.shape) != (*full.shape[:2], 1, full.shape[3]):
+            return self.emit.call(torch.index_select, held, 2, position)
+        return (
+            cache.new if new.dtype == full.dtype else self.emit.method("to", cache.new, full.dtype)
+        )
+
+    def _paged(
+        self,
+        plan: LayerPlan,
+        keys: fx.Node,
+        values: fx.Node,
+        ids: fx.Node,
+        position: fx.Node,
+        pool: Pool,
+    ) -> tuple[tuple[object, ...], fx.Node]:
+        """Bring the selected pages into the pool: what attention reads, and how many pages stayed and moved."""
+        page = plan.policy.page_size
+        state = (pool.table, pool.owner, pool.used, pool.clock)
+        found = self.emit.call(_HSA.diff.default, ids, position, page, *state)
+        slots, loads, moved = (self.emit.call(operator.getitem, found, i) for i in range(3))
+        moving = (keys, values, loads, moved, pool.keys, pool.values, page)
+        self.emit.call(_HSA.fetch.default, *moving)
+        return (pool.keys, pool.values, ids, slots), moved
 
     def _budget(self, plan: LayerPlan, keys: fx.Node) -> tuple[object, object]:
         if not plan.fraction or plan.slots:
@@ -298,13 +411,22 @@ class _Rewriter:
             assert held is not None
             by_device.setdefault(held.device, []).append(i)
         for number, (device, sites) in enumerate(by_device.items()):
+            width = max(self.result.sites[i].counted for i in sites)
             counter = self.emit.input(
-                f"hsa_counters_{number}", (len(sites), 2), torch.int64, device
+                f"hsa_counters_{number}", (len(sites), width), torch.int64, device
             )
             with self.graph.inserting_before(output):
-                sums = [self.emit.call(torch.sum, self.counts[i], (0, 1)) for i in sites]
+                sums = [self._sums(*self.counts[i], width) for i in sites]
                 self.emit.method("add_", counter, self.emit.call(torch.stack, sums))
             self.result.counters.append((device, counter, sites))
+
+    def _sums(self, counts: fx.Node, moved: fx.Node | None, width: int) -> fx.Node:
+        """Sums over rows and KV heads ``[width]``: tokens selected and attendable, then pages hit, loaded, evicted."""
+        call = self.emit.call
+        sums = call(torch.sum, counts, (0, 1))
+        if moved is not None:
+            return call(torch.cat, (sums, call(torch.sum, moved, (0, 1))))
+        return sums if width == 2 else call(torch.nn.functional.pad, sums, (0, width - 2))
 
 
 _FRESH = frozenset({"matmul", "mul", "div", "add", "sub", "masked_fill", "where", "softmax"})

@@ -59,8 +59,10 @@ def test_the_default_layer():
         ("sink", True, ["sink True"]),
         ("recent", 0.5, ["recent 0.5", "int >= 0 (tokens)"]),
         ("group_reduce", "mean", ["group_reduce 'mean'", "'softmax_mean', 'max'"]),
-        ("placement", "host", ["placement 'host'", "no host tier", "valid: 'device'"]),
-        ("placement", "devise", ["placement 'devise'", "'device'; did you mean 'device'?"]),
+        ("placement", "devise", ["placement 'devise'", "'device', 'host'; did you mean 'device'?"]),
+        ("pool", 0.5, ["pool 0.5", "a number from 1 to 64"]),
+        ("pool", 65, ["pool 65", "a number from 1 to 64"]),
+        ("pool", "2", ["pool '2'", "a number from 1 to 64"]),
     ],
 )
 def test_a_bad_field_names_value_and_valid(field, value, message):

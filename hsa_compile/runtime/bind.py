@@ -81,7 +81,16 @@ def _summary(
     read: Tensor = site.plan.site.attention.k.meta["example_value"]
     batch, heads, tokens, size = read.shape
     pages = (tokens + policy.page_size - 1) // policy.page_size
-    layout = SummaryLayout(policy.algorithm, policy.page_size, int(heads), int(size), read.dtype)
+    value: Tensor = site.plan.site.attention.v.meta["example_value"]
+    layout = SummaryLayout(
+        policy.algorithm,
+        policy.page_size,
+        int(heads),
+        int(size),
+        read.dtype,
+        int(value.shape[3]) if site.plan.pool_slots else 0,
+        site.plan.pool_slots,
+    )
     base: Tensor = cache.base.meta["example_value"]
     offset = 0 if cache.kind == "dynamic" else read.storage_offset() - base.storage_offset()
     return SummaryBinding(
@@ -93,6 +102,7 @@ def _summary(
         offset=int(offset),
         growing=site.cache_input in grown,
         moves_to=outputs.index(cache.write.name) if cache.kind == "functional" else None,
+        values=at[site.values_input] if site.plan.pool_slots else None,
     )
 
 
@@ -113,10 +123,16 @@ def _block(
     rows = []
     for i in sites:
         attention = rewritten.sites[i].plan.site.attention
-        batch, heads = attention.k.meta["example_value"].shape[:2]
+        read = attention.k.meta["example_value"]
+        batch, heads = read.shape[:2]
         where = attention.where
-        rows.append(SiteCounter(where.index, where.path, int(heads), size_reader(batch, readers)))
-    return CounterBlock(device, tuple(rows))
+        plan = rewritten.sites[i].plan
+        value = attention.v.meta["example_value"]
+        token = (read.shape[3] + value.shape[3]) * read.element_size()
+        page = int(token) * plan.policy.page_size if plan.pool_slots else 0
+        counted = size_reader(batch, readers)
+        rows.append(SiteCounter(where.index, where.path, int(heads), counted, page))
+    return CounterBlock(device, tuple(rows), max(rewritten.sites[i].counted for i in sites))
 
 
 def size_reader(size: Any, readers: Any) -> SizeReader:

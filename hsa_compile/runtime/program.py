@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .growing import with_room_for_one
+from .host_tier import move_to_host
 from .state import OWNERS, PageState, SummaryLayout, root_of, settle, state_of
 
 SizeReader = Callable[[Sequence[object]], int]
@@ -28,8 +29,15 @@ class SummaryBinding:
     growing: bool
     moves_to: int | None
     """Output that takes the cache's place, for functional updates."""
+    values: int | None = None
+    """Argument that holds the values, where the cache is placed on the host."""
     ordinal: int = 0
     """Which of several summaries of the same keys, under different masks, this is."""
+
+    def read(self, inputs: Sequence[object]) -> tuple[Tensor, ...]:
+        """The tensors of the cache that the state depends on."""
+        held = (inputs[self.argument], *(() if self.values is None else (inputs[self.values],)))
+        return held  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -42,26 +50,34 @@ class GrowingBinding:
 
 @dataclass(frozen=True)
 class SiteCounter:
-    """Names a row of the counters: ``[tokens selected, tokens attendable]``, summed over batch rows and KV heads."""
+    """Names a row of the counters, which are summed over batch rows and KV heads.
+
+    They are tokens selected and attendable, and for a cache on the host pages hit, loaded and evicted; ``page_bytes``
+    is what one page moves.
+    """
 
     index: int
     path: str
     heads: int
     batch: SizeReader
+    page_bytes: int = 0
 
 
 @dataclass
 class CounterBlock:
-    """The counters of the sites on one device: ``[sites, 2]`` int64, added to by the graph itself."""
+    """The counters of the sites on one device: ``[sites, width]`` int64, added to by the graph itself."""
 
     device: torch.device
     sites: tuple[SiteCounter, ...]
+    width: int = 2
     rows: list[int] = field(default_factory=list)
     """For each site, batch rows x KV heads x steps so far: what the sums are to be divided by."""
 
     def __post_init__(self) -> None:
         with torch.inference_mode(False):
-            self.values = torch.zeros((len(self.sites), 2), dtype=torch.int64, device=self.device)
+            self.values = torch.zeros(
+                (len(self.sites), self.width), dtype=torch.int64, device=self.device
+            )
         self.rows = [0] * len(self.sites)
 
     def step(self, arguments: Sequence[object]) -> None:
@@ -89,38 +105,39 @@ class Program:
         inputs = list(arguments)
         for cache in self.growing:
             inputs[cache.argument] = with_room_for_one(inputs[cache.argument])  # type: ignore[arg-type]
-        states = [
-            self._state(binding, inputs[binding.argument], arguments) for binding in self.summaries
-        ]
+        states = [self._state(binding, inputs, arguments) for binding in self.summaries]
         extra: list[Tensor] = []
         for binding, state in zip(self.summaries, states, strict=True):
-            extra.extend(state.views(binding.pages(arguments)))
+            extra.extend(state.inputs(binding.pages(arguments)))
         results = self.inner(*inputs, *extra, *(block.values for block in self.blocks))
         outputs = self._assemble(results, inputs)
         for binding, state in zip(self.summaries, states, strict=True):
-            held = inputs[binding.argument]
             if binding.moves_to is not None:
-                moved = outputs[binding.moves_to]
+                held, moved = inputs[binding.argument], outputs[binding.moves_to]
                 OWNERS.move(root_of(held), root_of(moved))  # type: ignore[arg-type]
-                held = moved
-            settle(state, held)  # type: ignore[arg-type]
+                inputs[binding.argument] = moved
+            settle(state, binding.read(inputs))
         for block in self.blocks:
             block.step(arguments)
         self.steps += 1
         return outputs
 
     @staticmethod
-    def _state(binding: SummaryBinding, held: object, arguments: Sequence[object]) -> PageState:
-        assert isinstance(held, Tensor)
-        batch = binding.batch(arguments)
+    def _state(
+        binding: SummaryBinding, inputs: Sequence[object], arguments: Sequence[object]
+    ) -> PageState:
+        read = binding.read(inputs)
+        if binding.values is not None:
+            for tensor in read:
+                move_to_host(tensor)
+        held, batch = read[0], binding.batch(arguments)
+        layout, page_major = binding.layout, binding.page_major
         if binding.growing:
             geometry: Hashable = (batch, binding.ordinal)
-            return state_of(
-                held, held.untyped_storage(), binding.layout, binding.page_major, geometry
-            )
+            return state_of(read, held.untyped_storage(), layout, page_major, geometry)
         offset = held.storage_offset() + binding.offset
         geometry = (batch, binding.ordinal, offset, held.stride())
-        return state_of(held, root_of(held), binding.layout, binding.page_major, geometry)
+        return state_of(read, root_of(held), layout, page_major, geometry)
 
     def _assemble(self, results: Sequence[object], inputs: Sequence[object]) -> tuple[object, ...]:
         """The model's outputs: the graph's, with views of growing buffers where it concatenated."""

@@ -8,7 +8,7 @@ anew, whenever the cache may have been written behind its back: another version 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,13 +20,18 @@ from hsa_compile.ops.summarize import NEVER
 
 @dataclass(frozen=True)
 class SummaryLayout:
-    """Which summaries a site needs: the rule, and the shape of what it describes."""
+    """Which summaries a site needs: the rule, and the shape of what it describes.
+
+    ``pool_slots`` is 0 where attention reads the cache itself; else pages of a KV head that are held beside it.
+    """
 
     algorithm: str
     page_size: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    value_dim: int = 0
+    pool_slots: int = 0
 
     @property
     def width(self) -> int:
@@ -46,8 +51,8 @@ class PageState:
         self.layout, self.batch, self.device, self.page_major = layout, batch, device, page_major
         self.summary = self._allocate(0, layout.width, layout.dtype)
         self.covered = self._allocate(0, 2, torch.int64)
-        self.version: int | None = None
-        self.memory = 0
+        self.seen: object = None
+        self.pool: PagePool | None = None
 
     def _allocate(self, pages: int, width: int, dtype: torch.dtype) -> Tensor:
         batch, heads = self.batch, self.layout.kv_heads
@@ -71,12 +76,44 @@ class PageState:
             self.summary, self.covered = summary, covered
         return self.summary[:, :, :pages], self.covered[:, :, :pages]
 
+    def inputs(self, pages: int) -> tuple[Tensor, ...]:
+        """What the graph is given: summary and coverage of the first ``pages`` pages, and the pool."""
+        if not self.layout.pool_slots:
+            return self.views(pages)
+        if self.pool is None:
+            self.pool = PagePool(self.layout, self.batch, pages, self.device)
+        return (*self.views(pages), *self.pool.tensors)
+
     def reset(self) -> None:
-        """Forget what is covered: the next step summarises every page anew."""
+        """Forget what is covered: the next step summarises every page anew, and trusts no page of the pool."""
         self.covered[..., 1] = NEVER
 
     def bytes(self) -> int:
         return self.summary.nbytes + self.covered.nbytes
+
+
+class PagePool:
+    """Pages of one cache on the device (see ``hsa_compile.ops.diff``), empty at first.
+
+    ``tensors`` are, in the order of the graph's inputs: table ``[B, Hkv, P]``, owner and used ``[B, Hkv, N]``, clock
+    ``[B, Hkv]``, all int32, and keys and values ``[B, Hkv, N, T, D]``.
+    """
+
+    def __init__(self, layout: SummaryLayout, batch: int, pages: int, device: torch.device) -> None:
+        rows, slots = (batch, layout.kv_heads), layout.pool_slots
+        held = (*rows, slots, layout.page_size)
+        with torch.inference_mode(False):
+            self.tensors = (
+                torch.full((*rows, pages), -1, dtype=torch.int32, device=device),
+                torch.full((*rows, slots), -1, dtype=torch.int32, device=device),
+                torch.zeros((*rows, slots), dtype=torch.int32, device=device),
+                torch.zeros(rows, dtype=torch.int32, device=device),
+                torch.zeros((*held, layout.head_dim), dtype=layout.dtype, device=device),
+                torch.zeros((*held, layout.value_dim), dtype=layout.dtype, device=device),
+            )
+
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -134,12 +171,16 @@ def root_of(tensor: Tensor) -> Tensor:
 
 
 def state_of(
-    read: Tensor, owner: object, layout: SummaryLayout, page_major: bool, geometry: Hashable
+    read: Sequence[Tensor],
+    owner: object,
+    layout: SummaryLayout,
+    page_major: bool,
+    geometry: Hashable,
 ) -> PageState:
     """The state of what attention reads, reset where its cache was written since the last step.
 
     Args:
-        read: the tensor whose version and memory tell about outside writes.
+        read: the tensors whose version and memory tell about outside writes: keys, and values where a pool holds some.
         owner: the object that the state lives with.
         geometry: what distinguishes this state from others of the same owner (offset, shape of the view).
     """
@@ -148,17 +189,27 @@ def state_of(
     state = states.get(key)
     if not isinstance(state, PageState):
         batch = geometry[0]  # type: ignore[index]
-        state = states[key] = PageState(layout, batch, read.device, page_major)
-    elif state.version != version_of(read) or state.memory != read.untyped_storage().data_ptr():
+        state = states[key] = PageState(layout, batch, read[0].device, page_major)
+    elif state.seen != _look(read):
         state.reset()
     return state
 
 
-def settle(state: PageState, read: Tensor) -> None:
+def settle(state: PageState, read: Sequence[Tensor]) -> None:
     """Record, after a step, what the cache looks like when nobody else has written it."""
-    state.version, state.memory = version_of(read), read.untyped_storage().data_ptr()
+    state.seen = _look(read)
+
+
+def _look(read: Sequence[Tensor]) -> object:
+    return [(version_of(tensor), tensor.untyped_storage().data_ptr()) for tensor in read]
 
 
 def summary_bytes() -> int:
     """Bytes of all live page summaries and their coverage."""
     return sum(state.bytes() for state in OWNERS.states() if isinstance(state, PageState))
+
+
+def pool_bytes() -> int:
+    """Bytes of all live pools of pages on devices, for caches with ``placement="host"``."""
+    pools = [state.pool for state in OWNERS.states() if isinstance(state, PageState)]
+    return sum(pool.bytes() for pool in pools if pool is not None)

@@ -15,6 +15,8 @@ POLICY = {"algorithm": "quest", "budget": 48, "page_size": PAGE, "sink": 4, "rec
 class Decoder(nn.Module):
     """One attention layer over a cache that is passed in: ``[B, Hkv, S, D]`` keys and values."""
 
+    placement = "device"
+
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)

@@ -15,17 +15,24 @@ from hsa_compile.ops import summarize
 from .helpers import POLICY, SIZE, Decoder, new_cache, prefill, reference_step
 
 
-@pytest.fixture
-def model() -> Decoder:
+@pytest.fixture(params=["device", "host"])
+def model(request: pytest.FixtureRequest) -> Decoder:
+    """With the cache where it was, and in the host tier, of which a pool as small as can be is kept."""
     torch._dynamo.reset()
-    return Decoder()
+    model = Decoder()
+    model.placement = request.param
+    return model
 
 
 def compiled(model: Decoder, **policy: object) -> Callable[..., Tensor]:
     return torch.compile(
         model,
         backend="hsa",
-        options={"run": "eager", "policy": {**POLICY, **policy}, "strict": True},
+        options={
+            "run": "eager",
+            "policy": {**POLICY, "placement": model.placement, "pool": 1, **policy},
+            "strict": True,
+        },
     )
 
 
