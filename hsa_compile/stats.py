@@ -17,7 +17,8 @@ class LayerStats:
     """One attention layer: sums over all steps of tokens a KV head and batch row (averaged over both).
 
     ``tokens_read / steps`` is what one step reads of the KV cache; ``tokens_attendable / steps`` what dense attention
-    would have read.
+    would have read. The rest is of caches with ``placement="host"``, summed over batch rows and KV heads too: pages
+    selected that were in the pool, pages loaded into it, pages that lost their slot, and bytes moved from the host.
     """
 
     index: int
@@ -25,6 +26,16 @@ class LayerStats:
     steps: int
     tokens_read: float
     tokens_attendable: float
+    pages_hit: int = 0
+    pages_loaded: int = 0
+    pages_evicted: int = 0
+    bytes_loaded: int = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the selected pages that the pool held; None where there is no pool."""
+        selected = self.pages_hit + self.pages_loaded
+        return self.pages_hit / selected if selected else None
 
 
 @dataclass(frozen=True)
@@ -36,21 +47,20 @@ class Stats:
 
     def __str__(self) -> str:
         table = Table(title=f"{self.steps} steps", title_justify="left")
-        for name in (
-            "layer",
-            "module",
-            "steps",
-            "tokens read a step",
-            "tokens attendable a step",
-            "share",
-        ):
+        pooled = any(layer.hit_rate is not None for layer in self.layers)
+        names = ["layer", "module", "steps", "tokens read a step", "tokens attendable a step"]
+        names += ["share", *(("pool hits", "MB loaded a step") if pooled else ())]
+        for name in names:
             table.add_column(name, justify="left" if name == "module" else "right")
         for layer in self.layers:
             read, seen = layer.tokens_read / layer.steps, layer.tokens_attendable / layer.steps
             share = f"{read / seen:.1%}" if seen else "-"
-            table.add_row(
-                str(layer.index), layer.path, str(layer.steps), f"{read:.1f}", f"{seen:.1f}", share
-            )
+            row = [str(layer.index), layer.path, str(layer.steps), f"{read:.1f}", f"{seen:.1f}"]
+            moved = ["-", "-"]
+            if layer.hit_rate is not None:
+                loaded = layer.bytes_loaded / layer.steps / 1e6
+                moved = [f"{layer.hit_rate:.1%}", f"{loaded:.2f}"]
+            table.add_row(*row, share, *(moved if pooled else ()))
         console = Console(width=120, no_color=True, force_terminal=False)
         with console.capture() as captured:
             console.print(table)
@@ -73,19 +83,22 @@ def stats(model: Any) -> Stats:
     for program in programs:
         times: Counter[tuple[int, str]] = Counter()
         for block in program.blocks:
-            for site, rows, (read, seen) in zip(
+            for site, rows, counted in zip(
                 block.sites, block.rows, block.values.tolist(), strict=True
             ):
+                read, seen, hit, loaded, evicted = (*counted, 0, 0, 0)[:5]
                 if program.steps == 0:
                     continue
                 name = (site.index, site.path)
                 times[name] += 1  # a module may hold several attentions
-                total = totals.setdefault((*name, times[name]), [0, 0, 0])
+                total = totals.setdefault((*name, times[name]), [0.0] * 7)
                 total[0] += program.steps
                 total[1] += read * program.steps / rows
                 total[2] += seen * program.steps / rows
+                moved = (hit, loaded, evicted, loaded * site.page_bytes)
+                total[3:] = [a + b for a, b in zip(total[3:], moved, strict=True)]
     layers = tuple(
-        LayerStats(index, path, int(steps), read, seen)
-        for (index, path, _), (steps, read, seen) in sorted(totals.items())
+        LayerStats(index, path, int(steps), read, seen, *map(int, moved))
+        for (index, path, _), (steps, read, seen, *moved) in sorted(totals.items())
     )
     return Stats(max((layer.steps for layer in layers), default=0), layers)
