@@ -6,6 +6,7 @@ NAMES = (
     "summarize",
     "page_scores",
     "top_pages",
+    "append",
     "diff",
     "fetch",
     "sparse_attention",

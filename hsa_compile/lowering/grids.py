@@ -39,6 +39,10 @@ def top_pages(batch: Any, kv_heads: Any, meta: Mapping[str, Any]) -> Grid:
     return (batch * kv_heads, 1, 1)
 
 
+def append(batch: Any, kv_heads: Any, meta: Mapping[str, Any]) -> Grid:
+    return (batch * kv_heads, 1, 1)
+
+
 def diff(batch: Any, kv_heads: Any, meta: Mapping[str, Any]) -> Grid:
     return (batch * kv_heads, 1, 1)
 

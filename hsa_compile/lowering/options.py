@@ -7,7 +7,7 @@ renderer give a kernel the same constants. Names are those of the templates' leg
 from dataclasses import dataclass
 
 from .. import algorithms
-from ..ops.summarize import MARK_FACTOR, MARKED_CHANNELS
+from ..ops.summarize import MARK_FACTOR, MARKED_CHANNELS, NEVER
 
 # Values end up as source text: a string carries its own quotes.
 Constants = dict[str, int | float | bool | str]
@@ -58,6 +58,7 @@ def summarize(
     page_size: int,
     bits: Rows,
     batch_position: bool,
+    tail: bool = False,
 ) -> Constants:
     return {
         "ALGORITHM": repr(algorithm),
@@ -66,6 +67,7 @@ def summarize(
         "DIM": dim,
         "DIM_PAD": dim_pad(dim),
         "PAGE_SIZE": page_size,
+        "HAS_TAIL": tail,
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,
         "BATCH_POSITION": batch_position,
@@ -145,6 +147,36 @@ def top_pages(
 def top_pages_configs(block: int, group_pad: int) -> list[Config]:
     warps = max(1, min(16, max(block // 256, block * group_pad // 2048)))
     return [Config({"WAYS": 2}, warps), Config({"WAYS": 4}, warps)]
+
+
+def append(
+    kv_heads: int,
+    group: int,
+    dim: int,
+    value_dim: int,
+    page_size: int,
+    bits: Rows,
+    batch_position: bool,
+) -> Constants:
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "DIM": dim,
+        "DIM_PAD": dim_pad(dim),
+        "VALUE_DIM": value_dim,
+        "VALUE_DIM_PAD": dim_pad(value_dim),
+        "PAGE_SIZE": page_size,
+        "HEAD_BITS": bits.heads,
+        "BATCH_BITS": bits.batch,
+        "BATCH_POSITION": batch_position,
+        "NEVER": NEVER,
+        "MARKED_CHANNELS": MARKED_CHANNELS,
+        "MARK_FACTOR": MARK_FACTOR,
+    }
+
+
+def append_configs() -> list[Config]:
+    return [Config({"BLOCK_PAGES": 512}, 1)]
 
 
 def diff(

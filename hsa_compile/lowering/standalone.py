@@ -191,20 +191,32 @@ def summarize(
     covered: Tensor,
     algorithm: str,
     page_size: int,
+    tail: Tensor | None = None,
     config: Config | None = None,
 ) -> None:
     """``hsa::summarize``."""
     batch, kv_heads, _, dim = keys.shape
     group = max(1, bits.shape[1] // kv_heads)
     constants = options.summarize(
-        algorithm, kv_heads, group, dim, page_size, rows_of(bits), position.numel() > 1
+        algorithm,
+        kv_heads,
+        group,
+        dim,
+        page_size,
+        rows_of(bits),
+        position.numel() > 1,
+        tail is not None,
     )
     config = config or options.summarize_configs(page_size, dim)[0]
+    inputs = {"keys": keys, "bits": bits, "position": position, "summary": summary}
+    inputs["covered"] = covered
+    if tail is not None:
+        inputs["tail"] = tail
     launch(
         "summarize",
         constants,
         config,
-        {"keys": keys, "bits": bits, "position": position, "summary": summary, "covered": covered},
+        inputs,
         torch.empty((batch, kv_heads), dtype=torch.int32, device=keys.device),
         grids.summarize(batch, kv_heads, summary.shape[2], config.blocks),
     )
@@ -274,6 +286,39 @@ def select(
         grids.top_pages(batch, kv_heads, constants),
     )
     return ids, counts
+
+
+def append(
+    keys: Tensor,
+    values: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bits: Tensor,
+    position: Tensor,
+    covered: Tensor,
+    table: Tensor,
+    owner: Tensor,
+    pool_keys: Tensor,
+    pool_values: Tensor,
+    page_size: int,
+    config: Config | None = None,
+) -> None:
+    """``hsa::append``."""
+    batch, kv_heads, _, dim = keys.shape
+    group = max(1, bits.shape[1] // kv_heads)
+    constants = options.append(
+        kv_heads, group, dim, v.shape[3], page_size, rows_of(bits), position.numel() > 1
+    )
+    inputs = {"keys": keys, "k": k, "v": v, "bits": bits, "position": position, "covered": covered}
+    inputs |= {"table": table, "owner": owner, "pool_keys": pool_keys, "pool_values": pool_values}
+    launch(
+        "append",
+        constants,
+        config or options.append_configs()[0],
+        inputs,
+        torch.empty((batch, kv_heads), dtype=torch.int32, device=pool_keys.device),
+        grids.append(batch, kv_heads, constants),
+    )
 
 
 def diff(

@@ -11,10 +11,17 @@ from .limits import kernel_limits
 
 
 def lower(
-    keys: Any, bits: Any, position: Any, summary: Any, covered: Any, algorithm: str, page_size: int
+    keys: Any,
+    bits: Any,
+    position: Any,
+    summary: Any,
+    covered: Any,
+    algorithm: str,
+    page_size: int,
+    tail: Any = None,
 ) -> None:
     op = torch.ops.hsa.summarize.default
-    args = (keys, bits, position, summary, covered, algorithm, page_size)
+    args = (keys, bits, position, summary, covered, algorithm, page_size, tail)
     device = keys.get_device()
     if not kernels.run_on(device):
         return eager(op, None, *args)
@@ -24,11 +31,22 @@ def lower(
     reason = kernel_limits(keys.get_dtype(), dim, dim, group, page_size)
     if summary.get_dtype() != keys.get_dtype():
         reason = reason or f"summaries are {summary.get_dtype()}, keys {keys.get_dtype()}"
+    if tail is not None and tail.get_dtype() != keys.get_dtype():
+        reason = reason or f"keys are {keys.get_dtype()}, those of the pool {tail.get_dtype()}"
     written = [compat.realize_in_place(summary), compat.realize_in_place(covered)]
     if None in written:
         reason = reason or "the state to be written is not a plain view of a buffer"
     if reason is not None:
         return eager(op, reason, *args)
+    inputs = {
+        "keys": compat.realize(keys),
+        "bits": compat.realize(bits),
+        "position": compat.realize(position),
+        "summary": written[0],
+        "covered": written[1],
+    }
+    if tail is not None:
+        inputs["tail"] = compat.realize(tail)
     emit(
         "summarize",
         options.summarize(
@@ -39,15 +57,10 @@ def lower(
             page_size,
             rows_of(bits),
             batch_position=not compat.expressions_equal(position.get_size()[0], 1),
+            tail=tail is not None,
         ),
         options.summarize_configs(page_size, dim),
-        {
-            "keys": compat.realize(keys),
-            "bits": compat.realize(bits),
-            "position": compat.realize(position),
-            "summary": written[0],
-            "covered": written[1],
-        },
+        inputs,
         compat.contiguous_layout(device, torch.int32, (batch, kv_heads)),
         (batch, kv_heads, summary.get_size()[2]),
         writes=("summary", "covered"),

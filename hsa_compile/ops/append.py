@@ -12,8 +12,8 @@
     pool_keys   [B, Hkv, N, T, D]    written; T = page_size
     pool_values [B, Hkv, N, T, Dv]   written
 
-The page of the position, the *tail*, lives in the last slot, N - 1, so that no step reads it from the host: the token is
-written there, always, and the slot is the tail's, whatever it held. Of the host, a few channels of one key are read,
+The page of the position, the *tail*, lives in the last slot, N - 1, so that no step reads it from the host: the token
+is written there, always, and the slot is the tail's, whatever it held. Of the host, a few channels of one key are read,
 the one before the position: where a row does not find what it should (``hsa_compile.ops.summarize``), nothing is known
 of the cache behind the pool, all pages leave the pool, and ``covered`` expects nothing any more.
 
@@ -52,13 +52,13 @@ def append_reference(
     page_size: int,
 ) -> None:
     """The specification, row by row."""
-    batch, kv_heads, pages = table.shape
+    batch, kv_heads = table.shape[:2]
     last = owner.shape[2] - 1
     found = expected(keys, position)
     words = per_kv_head(bits, batch, kv_heads)
     for b in range(batch):
         page, token = divmod(int(position[b if len(position) > 1 else 0]), page_size)
-        later = {token for token in range(token + 1, page_size)}
+        later = set(range(token + 1, page_size))
         for h in range(kv_heads):
             stale = bool(covered[b, h, 0, 1] != found[b, h])
             if stale:
@@ -93,7 +93,7 @@ def append(
     page_size: int,
 ) -> None:
     """PyTorch implementation; never waits for the device."""
-    batch, kv_heads, pages = table.shape
+    batch, kv_heads = table.shape[:2]
     last = owner.shape[2] - 1
     found = expected(keys, position).unsqueeze(-1)
     stale = covered[:, :, :1, 1] != found

@@ -17,8 +17,8 @@ state has -1 throughout the table and the owners, and a clock of 0. Nothing else
 resident page was last used before this step's clock.
 
 The rule. The page of the position, the *tail*, has the last slot for itself: steps write their tokens there
-(``hsa::append``). If it is selected and not resident, it is loaded into that slot; any other page whose slot that is
-is not resident. For the rest, a resident page is a hit and stays where it is. The others take as many of the slots before
+(``hsa::append``). Any other page in it is not resident, and the tail is loaded into it, if it is selected and not
+resident. Apart from that, a resident page is a hit and stays where it is. The others take as many of the slots before
 the last as they are: dead and empty slots first, then those of the least recently used pages, ties to the lower slot;
 never the slot of a page selected in this step. In ascending order, pages get these slots in ascending order. A page
 that is resident and loses its slot is evicted.

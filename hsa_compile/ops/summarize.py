@@ -5,7 +5,7 @@
     position [1] or [B] int64      where this step's token was written
     summary  [B, Hkv, P, R]        written; R = algorithm's parts x D, in the dtype of the keys
     covered  [B, Hkv, P, 2] int64  written; which tokens a summary describes, and what the next step should find
-    tail     [B, Hkv, T, D]        the slot of a pool that holds the page of the position (``hsa::append``); T = page_size
+    tail     [B, Hkv, T, D]        the slot of the position's page in a pool (``hsa::append``), or None; T = page_size
 
 A page is stale, and is summarised anew over the tokens that any query head of the KV head can attend, when
 
@@ -132,7 +132,7 @@ def _refresh_pages(
     page_size: int,
     tail: Tensor | None = None,
 ) -> None:
-    """Summarise the pages marked in ``stale [B, Hkv, P]``; ``words [B, Hkv, P]``. ``tail`` is what is read, if given."""
+    """Summarise the pages marked in ``stale [B, Hkv, P]``, read from ``tail`` if it is given; ``words [B, Hkv, P]``."""
     last = keys.shape[2] - 1
     offsets = torch.arange(page_size, device=keys.device)
     at_once = max(1, _NUMBERS_AT_ONCE // (page_size * keys.shape[3]))

@@ -29,7 +29,7 @@ class Ops:
 
 @dataclass(frozen=True)
 class Request:
-    """``selected`` is K, ``slots`` N; ``apart``: a position for each row of the batch; ``growing``: no spare capacity."""
+    """``selected`` is K, ``slots`` N; ``apart``: a position a row of the batch; ``growing``: no spare capacity."""
 
     selected: int = 4
     slots: int = 5
@@ -267,7 +267,7 @@ def check_nothing_is_read(ops: Ops, request: Request, steps: int) -> None:
             hidden &= token != at - 1
             host[0].masked_fill_(hidden.squeeze(1).unsqueeze(-1), float("nan"))
         before = expected(host[0], decoder.position)
-        ids, _, moved, *out = decoder.step(ops, q, new, bits, host)
+        ids, _, _, *out = decoder.step(ops, q, new, bits, host)
         summary, _, want_ids, _, *want = decoder.truth(ops, q, bits)
         assert torch.equal(before, expected(decoder.caches[0], decoder.position))
         assert torch.equal(decoder.summary[:, :, : bits.shape[-1]], summary)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 import hsa_compile.ops
+from hsa_compile.lowering import standalone
 from hsa_compile.ops.append import append_reference
 from hsa_compile.ops.diff import diff_reference
 from hsa_compile.ops.fetch import fetch_reference
 
 from .checks import HSA
+from .interpreted import Check, child_process
 from .tails import Ops, Request, check_decoding, check_nothing_is_read
 
 assert hsa_compile.ops
 
 EAGER = Ops(HSA.append, HSA.summarize, HSA.select, HSA.diff, HSA.fetch, HSA.sparse_attention)
 REFERENCES = replace(EAGER, append=append_reference, diff=diff_reference, fetch=fetch_reference)
+KERNELS = Ops(
+    standalone.append,
+    standalone.summarize,
+    standalone.select,
+    standalone.diff,
+    standalone.fetch,
+    standalone.sparse_attention,
+)
 REQUESTS = [
     Request(),
     Request(apart=True, batch=3),
@@ -50,3 +61,15 @@ def test_long_decoding(request_: Request) -> None:
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
 def test_the_tail_is_not_read_from_the_cache(request_: Request) -> None:
     check_nothing_is_read(EAGER, request_, steps=request_.page + 3)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Check]:
+    pytest.importorskip("triton")
+    with child_process() as run:
+        yield run
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_kernels(interpreted: Check, request_: Request) -> None:
+    interpreted(check_decoding, KERNELS, replace(request_, dim=16, value_dim=16), steps=8)

@@ -29,13 +29,13 @@ def interpreted() -> Iterator[Check]:
 @pytest.mark.parametrize(
     "shape",
     [
-        PoolShape(selected=1, slots=1, pages=5),
+        PoolShape(selected=1, slots=2, pages=4),
         PoolShape(selected=1, slots=4, pages=3, batch=1),
-        PoolShape(selected=6, slots=6),
+        PoolShape(selected=6, slots=7),
         PoolShape(batch=3, kv_heads=1),
         PoolShape(selected=7, slots=28, pages=300, batch=3, kv_heads=1, page_major=True),
         PoolShape(selected=20, slots=33, pages=12, batch=1, kv_heads=3),
-        PoolShape(selected=33, slots=33, pages=100, batch=1, page_major=True),
+        PoolShape(selected=33, slots=34, pages=100, batch=1, page_major=True),
         PoolShape(selected=96, slots=192, pages=2000, batch=1, kv_heads=1, page=64),
     ],
     ids=str,
