@@ -25,6 +25,7 @@ from torch._dynamo.utils import counters
 
 import hsa_compile
 from benchmarks import common
+from hsa_compile.runtime.host_memory import host_bytes
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 
@@ -103,9 +104,11 @@ def without_attention(model: Any) -> None:
 
 
 def compiled_variant(model: Any, variant: str, args: argparse.Namespace) -> Any:
-    if variant != "hsa":
+    if variant not in ("hsa", "host"):
         return torch.compile(model, mode="reduce-overhead")
-    policy = {"budget": args.budget, "page_size": args.page}
+    policy: dict[str, Any] = {"budget": args.budget, "page_size": args.page}
+    if variant == "host":
+        policy |= {"placement": "host", "pool": args.pool}
     options = {"policy": policy, "mode": "reduce-overhead", "strict": True}
     return torch.compile(model, backend="hsa", options=options)
 
@@ -120,8 +123,8 @@ def measure(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     cache, name = filled_cache(model, batch, args.tokens, 512)
-    ids = torch.zeros((batch, 1), dtype=torch.long, device="cuda")
     compiled = compiled_variant(model, variant, args)
+    ids = torch.zeros((batch, 1), dtype=torch.long, device="cuda")
 
     def step() -> Any:
         with torch.no_grad():
@@ -135,6 +138,7 @@ def measure(
         step()
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
+    before = hsa_compile.stats(compiled).layers
     timing = common.Timing.of(together(step, args.rounds, args.steps))
     alone = common.Timing.of([common.cuda_seconds_of(step) for _ in range(args.steps)])
     result: dict[str, Any] = {
@@ -154,8 +158,27 @@ def measure(
     if variant == "hsa":
         layer = hsa_compile.stats(compiled).layers[0]
         result["tokens_read_a_step"] = layer.tokens_read / layer.steps
+    if variant == "host":
+        result |= tiers(before, hsa_compile.stats(compiled).layers)
     print(result, flush=True)
     return result, timing
+
+
+def tiers(before: Any, after: Any) -> dict[str, Any]:
+    """Where the KV cache is, in bytes, and what moved while steps were timed."""
+    moved = {
+        name: sum(getattr(layer, name) for layer in after)
+        - sum(getattr(layer, name) for layer in before)
+        for name in ("pages_hit", "pages_loaded", "bytes_loaded")
+    }
+    done = after[0].steps - before[0].steps
+    return {
+        "pool_bytes": hsa_compile.pool_bytes(),
+        "summary_bytes": hsa_compile.summary_bytes(),
+        "host_bytes": host_bytes().in_use,
+        "hit_rate": moved["pages_hit"] / (moved["pages_hit"] + moved["pages_loaded"]),
+        "bytes_loaded_a_step": moved["bytes_loaded"] / done,
+    }
 
 
 def copy_bandwidth() -> float:
@@ -173,6 +196,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--budget", type=int, default=2048, help="tokens")
     parser.add_argument("--page", type=int, default=32, help="tokens")
+    parser.add_argument("--pool", type=float, default=2.0, help="of --variants host")
     parser.add_argument("--steps", type=int, default=20, help="a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--variants", nargs="+", default=["hsa", "no_attention", "inductor"])

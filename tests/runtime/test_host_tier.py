@@ -129,7 +129,7 @@ def test_while_all_fits_nothing_moves_twice() -> None:
             twins.step()
         (layer,) = hsa_compile.stats(twins.steps[1]).layers
         assert layer.pages_evicted == 0
-        # Each page at most once a KV head; those that decoding filled are loaded again once they are no longer the tail.
+        # Each page at most once a KV head; those that decoding filled are loaded once they are no longer the tail.
         assert layer.pages_loaded <= KV_HEADS * 14
 
 
