@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hsa_compile import algorithms
+from hsa_compile.ops.append import append_reference
 from hsa_compile.ops.diff import HITS, LOADS
 from hsa_compile.ops.page_mask import page_mask
 from hsa_compile.ops.summarize import NEVER, expected
@@ -50,6 +51,67 @@ class Request:
     @property
     def capacity(self) -> int:
         return self.pages * self.page - 3
+
+
+def layer(
+    ops: Ops,
+    request: Request,
+    selection: tuple[object, ...],
+    q: Tensor,
+    new: list[Tensor],
+    bits: Tensor,
+    host: list[Tensor],
+    at: Tensor,
+    state: list[Tensor],
+) -> tuple[Tensor, ...]:
+    """What a layer does with a pool: ids, both counts, output and its normaliser."""
+    summary, covered, table, *record, pool_keys, pool_values = state
+    pools, size = (pool_keys, pool_values), request.page
+    ops.append(*host, *new, bits, at, covered, table, record[0], *pools, size)
+    tail = pool_keys[:, :, request.slots - 1]
+    ops.summarize(host[0], bits, at, summary, covered, request.algorithm, size, tail)
+    ids, counts = ops.select(q, summary, bits, *selection)
+    slots, loads, moved = ops.diff(ids, at, size, table, *record)
+    ops.fetch(*host, loads, moved, *pools, size)
+    out, lse = ops.attend(q, *pools, ids, slots, bits, None, request.dim**-0.5, size)
+    return ids, counts, moved, out, lse
+
+
+def check_append(append: Callable[..., Any], request: Request, cases: int) -> None:
+    """Any state, any word, any position: what is written is what the specification writes, and no more."""
+    rows, pages, page = (request.batch, request.kv_heads), request.pages, request.page
+    last = request.slots - 1
+    for _ in range(cases):
+        decoder = Decoder(request)
+        at = torch.randint(0, request.capacity, decoder.position.shape)
+        at = at // page * page if torch.rand(()) < 0.3 else at
+        decoder.position[:] = at
+        new = decoder.write()
+        heads = request.kv_heads * request.group
+        size = ((1, 1), (request.batch, 1), (request.batch, heads))[int(torch.randint(3, ()))]
+        mask = torch.rand(*size, 1, request.capacity) < torch.rand(())
+        ahead = torch.rand(size) < 0.5
+        causal = torch.arange(request.capacity) <= at.view(-1, 1, 1, 1)
+        mask = mask & (causal | ahead[..., None, None])
+        here = (at // page).view(-1, 1, 1).expand(*rows, 1)
+        bits = page_mask(mask, page)
+        words = page_mask(torch.rand(*rows, 1, request.capacity) < 0.9, page)
+        found = expected(decoder.caches[0], at)
+        stale = torch.rand(rows) < 0.3
+        decoder.covered[..., 0] = words
+        decoder.covered[..., 1] = torch.where(stale, NEVER, found).unsqueeze(-1)
+        decoder.table[:] = torch.randint(-1, request.slots, decoder.table.shape)
+        decoder.owner[:] = torch.randint(-1, pages, decoder.owner.shape)
+        tails = torch.rand(*rows, 1) < 0.7
+        owner = torch.where(tails, here, decoder.owner[..., -1:].long())
+        decoder.owner[..., -1:] = owner.to(torch.int32)
+        entry = torch.where(tails, last, decoder.table.gather(-1, here).long())
+        decoder.table.scatter_(-1, here, entry.to(torch.int32))
+        got = [decoder.covered, decoder.table, decoder.owner, *decoder.pools]
+        want = [x.clone() for x in got]
+        append_reference(*decoder.caches, *new, bits, at, *want, page)  # type: ignore[arg-type]
+        append(*decoder.caches, *new, bits, at, *got, page)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 class Decoder:
@@ -175,24 +237,17 @@ class Decoder:
         scale, rule = request.dim**-0.5, request.algorithm
         return (scale, rule, request.page, request.selected, budget, 0, sink, 1, "softmax_mean")
 
+    def state(self, pages: int | None = None) -> list[Tensor]:
+        """Summary, covered, table, owner, used, clock, pools; of the first ``pages`` of the cache."""
+        by_page = [x[:, :, :pages] for x in (self.summary, self.covered, self.table)]
+        return [*by_page, self.owner, self.used, self.clock, *self.pools]
+
     def step(
         self, ops: Ops, q: Tensor, new: list[Tensor], bits: Tensor, host: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """One step with the pool, where ``host`` is read for the cache: ids, both counts, output and its normaliser."""
-        request, pages = self.request, bits.shape[-1]
-        summary, covered, table = (
-            x[:, :, :pages] for x in (self.summary, self.covered, self.table)
-        )
-        size, at = request.page, self.position
-        ops.append(*host, *new, bits, at, covered, table, self.owner, *self.pools, size)
-        tail = self.pools[0][:, :, -1]
-        ops.summarize(host[0], bits, at, summary, covered, request.algorithm, size, tail)
-        ids, counts = ops.select(q, summary, bits, *self.selection())
-        record = (table, self.owner, self.used, self.clock)
-        slots, loads, moved = ops.diff(ids, at, size, *record)
-        ops.fetch(*host, loads, moved, *self.pools, size)
-        out, lse = ops.attend(q, *self.pools, ids, slots, bits, None, request.dim**-0.5, size)
-        return ids, counts, moved, out, lse
+        """One step with the pool, where ``host`` is read for the cache."""
+        state = self.state(bits.shape[-1])
+        return layer(ops, self.request, self.selection(), q, new, bits, host, self.position, state)
 
     def truth(self, ops: Ops, q: Tensor, bits: Tensor) -> tuple[Tensor, ...]:
         """The same from the full cache, with summaries made anew: these, what they cover, ids, counts, output."""

@@ -64,18 +64,30 @@ class Case:
         lse = meta(self.batch, heads, splits, dtype=floating)
         if name == "summarize":
             group = self.group if self.per_head else 1
+            inputs = {
+                "keys": keys,
+                "bits": bits,
+                "position": meta(1, dtype=torch.int64),
+                "summary": summary,
+                "covered": meta(self.batch, self.kv_heads, pages, 2, dtype=torch.int64),
+            }
+            if self.pool:
+                inputs["tail"] = meta(
+                    self.batch, self.kv_heads, self.page, self.dim, dtype=self.dtype
+                )
             return Kernel(
                 options.summarize(
-                    self.algorithm, self.kv_heads, group, self.dim, self.page, rows, False
+                    self.algorithm,
+                    self.kv_heads,
+                    group,
+                    self.dim,
+                    self.page,
+                    rows,
+                    False,
+                    self.pool,
                 ),
                 options.summarize_configs(self.page, self.dim),
-                {
-                    "keys": keys,
-                    "bits": bits,
-                    "position": meta(1, dtype=torch.int64),
-                    "summary": summary,
-                    "covered": meta(self.batch, self.kv_heads, pages, 2, dtype=torch.int64),
-                },
+                inputs,
                 meta(self.batch, self.kv_heads, dtype=torch.int32),
             )
         if name == "page_scores":
@@ -100,6 +112,28 @@ class Case:
                 options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"])),
                 inputs,
                 meta(self.batch, self.kv_heads, 2, dtype=torch.int64),
+            )
+        if name == "append":
+            group, held = self.group if self.per_head else 1, (2 * slots, self.page)
+            row = (self.batch, self.kv_heads)
+            return Kernel(
+                options.append(
+                    self.kv_heads, group, self.dim, self.value_dim, self.page, rows, self.per_head
+                ),
+                options.append_configs(),
+                {
+                    "keys": keys,
+                    "k": meta(*row, 1, self.dim, dtype=self.dtype),
+                    "v": meta(*row, 1, self.value_dim, dtype=self.dtype),
+                    "bits": bits,
+                    "position": meta(self.batch if self.per_head else 1, dtype=torch.int64),
+                    "covered": meta(*row, pages, 2, dtype=torch.int64),
+                    "table": meta(*row, pages, dtype=torch.int32),
+                    "owner": meta(*row, 2 * slots, dtype=torch.int32),
+                    "pool_keys": meta(*row, *held, self.dim, dtype=self.dtype),
+                    "pool_values": meta(*row, *held, self.value_dim, dtype=self.dtype),
+                },
+                meta(*row, dtype=torch.int32),
             )
         if name == "diff":
             state = {
@@ -204,9 +238,14 @@ def test_compiles_for_hopper(child: Check, name: str) -> None:
     child(check_compiles, Case(dtype=torch.float32, dim=80, value_dim=64, group=1), name)
 
 
-@pytest.mark.parametrize("name", ["top_pages", "sparse_attention"])
+@pytest.mark.parametrize("name", ["top_pages", "append", "sparse_attention"])
 def test_compiles_with_a_row_of_the_mask_a_head(child: Check, name: str) -> None:
     child(check_compiles, Case(per_head=True, bias=True, page=64, known_pages=False), name)
+
+
+@pytest.mark.parametrize("literal", [True, False])
+def test_summaries_with_a_tail_compile(child: Check, literal: bool) -> None:
+    child(check_compiles, Case(pool=True), "summarize", early=True, literal=literal)
 
 
 @pytest.mark.parametrize("literal", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +61,71 @@ def check_nothing_is_copied(code: str) -> None:
     assert {size for size in allocations(code) if size.startswith(rows)} == small
 
 
+def layer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bits: Tensor,
+    position: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pool_keys: Tensor,
+    pool_values: Tensor,
+    summary: Tensor,
+    covered: Tensor,
+    table: Tensor,
+    *record: Tensor,
+) -> tuple[Tensor, ...]:
+    """A whole step, whose tail is in the pool."""
+    hsa, caches, pools = torch.ops.hsa, (keys, values), (pool_keys, pool_values)
+    hsa.append(*caches, k, v, bits, position, covered, table, record[0], *pools, PAGE)
+    tail = pool_keys[:, :, SLOTS - 1]
+    hsa.summarize(keys, bits, position, summary, covered, "cuboid", PAGE, tail)
+    ids, counts = hsa.select(
+        q, summary, bits, 0.125, "cuboid", PAGE, SELECTED, SELECTED, 0, 1, 1, "softmax_mean"
+    )
+    slots, loads, moved = hsa.diff(ids, position, PAGE, table, *record)
+    hsa.fetch(*caches, loads, moved, *pools, PAGE)
+    out, lse = hsa.sparse_attention(q, *pools, ids, slots, bits, None, 0.125, PAGE)
+    return out + 1, lse, counts + 1, moved.sum((0, 1))
+
+
+def layer_inputs(layout: str, dtype: torch.dtype) -> list[Tensor]:
+    pages = TOKENS // PAGE
+    _, position, *rest = inputs(layout, dtype, page_major=True)
+    return [
+        torch.randn(2, 8, 1, 64).to(dtype),
+        *(torch.randn(2, 2, 1, 64).to(dtype) for _ in range(2)),
+        torch.full((1, 1, pages), -1),
+        position,
+        *rest[:4],
+        torch.zeros(pages, 2, 2, 128, dtype=dtype).permute(1, 2, 0, 3),
+        torch.full((pages, 2, 2, 2), -1).permute(1, 2, 0, 3),
+        *rest[4:],
+    ]
+
+
+def check_layer(dtype: torch.dtype, growing: bool) -> None:
+    args = layer_inputs("token-major" if growing else "interleaved", dtype)
+    if growing:
+        for index in (3, 5, 6, 9, 10, 11):
+            torch._dynamo.mark_dynamic(args[index], 2)
+    code = written_code(layer, args)
+    if dtype == torch.float64:
+        ops = {"append", "summarize", "select", "fetch", "sparse_attention"}
+        assert calls_of_ops(code) == ops
+        return
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 8
+    sources = re.findall(r"Source Nodes: \[(\w+).*\n.*\n +triton_tem", code)
+    attention = ["sparse_attention"] * 2
+    assert sources == ["append", "summarize", "select", "select", "diff", "fetch", *attention]
+    assert not calls_of_ops(code)
+    # No pool, no slot of it, no cache, summary or record is copied.
+    copied = {f"(2, 2, {SLOTS}, {PAGE}, 64)", f"(2, 2, {PAGE}, 64)", f"(2, 2, {SLOTS})"}
+    assert not copied & set(allocations(code))
+    assert not any("128)" in size or ", 2, 64)" in size for size in allocations(code))
+
+
 def check_static(layout: str, dtype: torch.dtype) -> None:
     code = written_code(step, inputs(layout, dtype))
     kernels = [name for name in launches(code) if name.startswith("triton_tem")]
@@ -98,6 +164,13 @@ def check_eager_fallback() -> None:
 def child() -> Iterator[Check]:
     with child_process(interpret=False) as run:
         yield run
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_layer_with_its_tail_in_the_pool(child: Check, growing: bool) -> None:
+    child(check_layer, torch.bfloat16, growing)
+    if not growing:
+        child(check_layer, torch.float64, growing)
 
 
 @pytest.mark.parametrize("layout", ["head-major", "interleaved"])
