@@ -72,7 +72,8 @@ def expected(keys: Tensor, position: Tensor, tail: Tensor | None = None) -> Tens
     for channel in range(min(MARKED_CHANNELS, keys.shape[3])):
         bits = key[..., channel].float().view(torch.int32).to(torch.int64)
         mark = mark + bits * MARK_FACTOR**channel
-    mark = torch.where(position.unsqueeze(-1) > 0, mark & 0x7FFFFFFF, 0)
+    mark = (mark ^ torch.bitwise_right_shift(mark, 16)) & 0x7FFFFFFF  # half types have no low bits
+    mark = torch.where(position.unsqueeze(-1) > 0, mark, 0)
     return (mark << 32) | position.unsqueeze(-1)
 
 
