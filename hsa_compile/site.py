@@ -85,8 +85,8 @@ class CacheUpdate:
 
     @property
     def counts_from_end(self) -> bool:
-        """Whether a negative position counts from the end of the cache, as it does in indexing."""
-        return self.form.startswith(("setitem", "index_put"))
+        """Whether a negative position counts from the end of the cache, as it does in indexing and slicing."""
+        return not self.form.startswith(("index_copy", "scatter", "cat"))
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,22 @@ def find_cache(
 def _must_agree(keys: CacheUpdate, values: CacheUpdate, order: dict[fx.Node, int]) -> None:
     if keys.kind != values.kind:
         raise NoCache(f"the keys are in a {keys.kind} cache and the values in a {values.kind} one")
-    if keys.position is not values.position and keys.position != values.position:
+    if not _same_position(keys.position, values.position):
         raise NoCache("keys and values are written at different positions")
     if isinstance(keys.position, fx.Node):
         first, last = sorted((order[keys.write], order[values.write]))
         if any(first < order[write] < last for write in writes(memory(keys.position))):
             raise NoCache("the position changes between the writes of keys and of values")
+
+
+def _same_position(a: fx.Node | int | None, b: fx.Node | int | None) -> bool:
+    """Whether two positions are one: the same node, equal numbers, or views of one tensor of one element."""
+    if a is b or a == b:
+        return True
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or memory(a) is not memory(b):
+        return False
+    held = tensor(memory(a))
+    return held is not None and same(held.numel(), 1)
 
 
 def base_of(node: object) -> fx.Node | None:
@@ -314,7 +324,7 @@ def _token_index(
                 raise NoCache(f"only a part of the {what} is written at the new position")
             offset = offset + item * target.stride(dim)
         elif not (
-            dim == 0
+            (dim == 0 or same(target.stride(dim), read.stride(0)))
             and isinstance(item, slice)
             and item.start in (None, 0)
             and item.step in (None, 1)

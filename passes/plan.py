@@ -38,15 +38,15 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     attention = site.attention
     q, k, v = tensor(attention.q), tensor(attention.k), tensor(attention.v)
     assert q is not None and k is not None and v is not None
+    stays = "; it stays on the device" if policy.placement == "host" else ""
     if policy.algorithm == "dense":
-        return LayerPlan(site, policy, "dense", "dense by policy")
+        return LayerPlan(site, policy, "dense", "dense by policy" + stays)
     tokens = k.shape[2]
     # A growing cache is rewritten from its first step, whatever its length: the trace that follows is symbolic.
     fixed = site.keys.kind != "dynamic" and isinstance(tokens, int)
     if fixed and policy.pages(tokens) * policy.page_size >= tokens:
-        return LayerPlan(
-            site, policy, "dense", f"the cache holds {tokens} tokens, within the budget"
-        )
+        note = f"the cache holds {tokens} tokens, within the budget"
+        return LayerPlan(site, policy, "dense", note + stays)
     reason = _cannot(q, k, v, policy)
     if reason is not None:
         return Reject(site.where, reason, attention.anchor.name)

@@ -395,7 +395,7 @@ class _Rewriter:
             made = self.emit.call(torch.reshape, position, (1,))
         if held is not None and held.dtype != torch.int64:
             made = self.emit.method("to", made, torch.int64)
-        if held is not None and cache.counts_from_end:
+        if cache.counts_from_end and not isinstance(position, int):
             tokens = self.emit.call(operator.add, made, read.shape[2])
             made = self.emit.call(torch.where, self.emit.call(operator.lt, made, 0), tokens, made)
         self.made[key] = made

@@ -264,6 +264,63 @@ def test_positions_from_the_end(model: Decoder, position: int) -> None:
             step(x, *cache, torch.tensor([-129]))
 
 
+def test_numbers_from_the_end(model: Decoder) -> None:
+    """The same with a position that is a number, which is symbolic once it has changed."""
+
+    class Numbered(Decoder):
+        placement = model.placement
+
+        def forward(self, x: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
+            q, k, v = self.qkv(x)
+            keys[:, :, position] = k[:, :, 0]
+            values[:, :, position] = v[:, :, 0]
+            mask = torch.arange(keys.shape[2]) <= position + keys.shape[2]
+            return nn.functional.scaled_dot_product_attention(
+                q, keys, values, mask[None, None, None], enable_gqa=True
+            )
+
+    with torch.no_grad():
+        other = Numbered()
+        policy = {**POLICY, "placement": model.placement}
+        step = torch.compile(other, backend="hsa", options={"run": "eager", "policy": policy})
+        cache, twin = new_cache(2), new_cache(2)
+        prefix = torch.randn(2, 128, SIZE)
+        for held in (cache, twin):
+            prefill(other, *held, prefix)
+        for at in range(-30, -25):
+            x = torch.randn(2, 1, SIZE)
+            # A negative constant is left as it is.
+            sparse = at > -30
+            want = reference_step(other, x, *twin, 128 + at) if sparse else other(x, *twin, at)
+            torch.testing.assert_close(step(x, *cache, at), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_position_reshaped_twice(model: Decoder) -> None:
+    class Scalar(Decoder):
+        placement = model.placement
+
+        def forward(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)
+            keys.index_copy_(2, position.reshape(1), k)
+            values.index_copy_(2, position.reshape(1), v)
+            mask = torch.arange(keys.shape[2]) <= position
+            return nn.functional.scaled_dot_product_attention(
+                q, keys, values, mask[None, None, None], enable_gqa=True
+            )
+
+    with torch.no_grad():
+        other = Scalar()
+        step, cache, twin = compiled(other), new_cache(2), new_cache(2)
+        prefix = torch.randn(2, 90, SIZE)
+        for held in (cache, twin):
+            prefill(other, *held, prefix)
+        for at in range(90, 93):
+            x = torch.randn(2, 1, SIZE)
+            want = reference_step(other, x, *twin, at)
+            got = step(x, *cache, torch.tensor(at).reshape(1)[0])
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 class Twice(Decoder):
     """Two attentions over one cache in one step, the second under a mask of its own or the same one."""
 
