@@ -175,7 +175,11 @@ def interpreted() -> Iterator[Check]:
         yield run
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [CASES[1], *(pytest.param(case, marks=pytest.mark.slow) for case in (CASES[0], *CASES[2:]))],
+    ids=str,
+)
 def test_kernels(interpreted: Check, case: Decoding) -> None:
     interpreted(check_decoding, KERNELS, replace(case, batch=min(case.batch, 2)), steps=15)
 

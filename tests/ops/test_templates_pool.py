@@ -26,16 +26,24 @@ def interpreted() -> Iterator[Check]:
         yield run
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     "shape",
     [
         PoolShape(selected=1, slots=2, pages=4),
         PoolShape(selected=1, slots=4, pages=3, batch=1),
-        PoolShape(selected=6, slots=7),
-        PoolShape(batch=3, kv_heads=1),
-        PoolShape(selected=7, slots=28, pages=300, batch=3, kv_heads=1, page_major=True),
-        PoolShape(selected=20, slots=33, pages=12, batch=1, kv_heads=3),
-        PoolShape(selected=33, slots=34, pages=100, batch=1, page_major=True),
+        pytest.param(PoolShape(selected=6, slots=7), marks=SLOW),
+        pytest.param(PoolShape(batch=3, kv_heads=1), marks=SLOW),
+        pytest.param(
+            PoolShape(selected=7, slots=28, pages=300, batch=3, kv_heads=1, page_major=True),
+            marks=SLOW,
+        ),
+        pytest.param(PoolShape(selected=20, slots=33, pages=12, batch=1, kv_heads=3), marks=SLOW),
+        pytest.param(
+            PoolShape(selected=33, slots=34, pages=100, batch=1, page_major=True), marks=SLOW
+        ),
         PoolShape(selected=96, slots=192, pages=2000, batch=1, kv_heads=1, page=64),
     ],
     ids=str,
@@ -53,7 +61,10 @@ def check_every_copy(shape: CacheShape) -> None:
         check_fetch(partial(standalone.fetch, config=config), shape)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(t, marks=SLOW) for t in (torch.float32, torch.float16))],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_of_layouts(interpreted: Check, dtype: torch.dtype, layout: str) -> None:
     shape = CacheShape(dtype=dtype, layout=layout)
@@ -77,7 +88,9 @@ def check_rows(shape: CacheShape, rows_at_once: int) -> None:
     check_fetch(partial(standalone.fetch, known_rows=False), shape)
 
 
-@pytest.mark.parametrize("rows_at_once", [16, 32, 1024])
+@pytest.mark.parametrize(
+    "rows_at_once", [16, *(pytest.param(rows, marks=SLOW) for rows in (32, 1024))]
+)
 def test_copies_of_many_rows(interpreted: Check, rows_at_once: int) -> None:
     """More parts than programs, and rows numbered in blocks."""
     shape = CacheShape(batch=23, kv_heads=3, dim=16, value_dim=16)
