@@ -144,7 +144,9 @@ def summarize(
     page = position // page_size
     # Compared without a dimension: one of size 1 would guard on whether there is one page only.
     elsewhere = torch.arange(bits.shape[-1], device=keys.device) != page.squeeze(0)
-    stale = covered[..., 1] != expected(keys, position).unsqueeze(-1)
+    # One number a row, not computed anew for each page.
+    found, left = (_materialise(expected(keys, at).contiguous()) for at in (position, position + 1))
+    stale = covered[..., 1] != found.unsqueeze(-1)
     stale = stale | (covered[..., 0] != words)
     others = (stale & elsewhere).any()
     at = (page * page_size + torch.arange(page_size, device=keys.device)).clamp(max=tokens - 1)
@@ -158,7 +160,7 @@ def summarize(
         keys, bits, position, fresh, others, summary, covered, algorithm, page_size
     )
     covered[..., 0].copy_(words)
-    covered[..., 1].copy_(expected(keys, position + 1).unsqueeze(-1))
+    covered[..., 1].copy_(left.unsqueeze(-1))
     return None
 
 
