@@ -6,7 +6,7 @@ import torch
 
 from .. import compat
 from . import kernels, options
-from .kernels import eager, emit, rows_of
+from .kernels import eager, emit, rows_of, unlike_pool, written_in_place
 from .limits import kernel_limits
 
 
@@ -41,14 +41,9 @@ def lower(
     value_dim = compat.static_int(v.get_size()[3])
     group = max(1, compat.static_int(bits.get_size()[1]) // kv_heads)
     reason = kernel_limits(keys.get_dtype(), dim, value_dim, group, page_size)
-    for what, token, pool in (("keys", k, pool_keys), ("values", v, pool_values)):
-        if token.get_dtype() != pool.get_dtype():
-            reason = (
-                reason or f"{what} are {token.get_dtype()}, those of the pool {pool.get_dtype()}"
-            )
-    written = {name: compat.realize_in_place(node) for name, node in state.items()}
-    if None in written.values():
-        reason = reason or "the state to be written is not a plain view of a buffer"
+    reason = reason or unlike_pool(k, v, pool_keys, pool_values)
+    written, unwritable = written_in_place(state)
+    reason = reason or unwritable
     if reason is not None:
         return eager(op, reason, *args)
     emit(

@@ -6,7 +6,7 @@ import torch
 
 from .. import compat
 from . import kernels, options
-from .kernels import eager, emit, spread_pages
+from .kernels import eager, emit, spread_pages, written_in_place
 from .limits import pool_limits
 
 
@@ -22,9 +22,8 @@ def lower(
     kv_heads, pool = compat.static_int(kv_heads), compat.static_int(owner.get_size()[2])
     reason = pool_limits(pool)
     state = {"table": table, "owner": owner, "used": used, "clock": clock}
-    written = {name: compat.realize_in_place(node) for name, node in state.items()}
-    if None in written.values():
-        reason = reason or "the state to be written is not a plain view of a buffer"
+    written, unwritable = written_in_place(state)
+    reason = reason or unwritable
     if reason is not None:
         return eager(op, reason, *args)
     constants = options.diff(

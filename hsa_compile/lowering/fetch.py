@@ -6,7 +6,7 @@ import torch
 
 from .. import compat
 from . import kernels, options
-from .kernels import eager, emit
+from .kernels import eager, emit, unlike_pool, written_in_place
 from .limits import kernel_limits
 from .standalone import processors
 
@@ -30,14 +30,9 @@ def lower(
     value_dim = compat.static_int(values.get_size()[3])
     dtype = keys.get_dtype()
     reason = kernel_limits(dtype, dim, value_dim, 1, page_size)
-    for what, cache, pool in (("keys", keys, pool_keys), ("values", values, pool_values)):
-        if cache.get_dtype() != pool.get_dtype():
-            reason = (
-                reason or f"{what} are {cache.get_dtype()}, those of the pool {pool.get_dtype()}"
-            )
-    written = [compat.realize_in_place(pool_keys), compat.realize_in_place(pool_values)]
-    if None in written:
-        reason = reason or "the pool to be written is not a plain view of a buffer"
+    reason = reason or unlike_pool(keys, values, pool_keys, pool_values)
+    written, unwritable = written_in_place({"pool_keys": pool_keys, "pool_values": pool_values})
+    reason = reason or unwritable
     if reason is not None:
         return eager(op, reason, *args)
     constants = options.fetch(
@@ -61,11 +56,10 @@ def lower(
             "values": compat.realize(values),
             "loads": compat.realize(loads),
             "counts": compat.realize(counts),
-            "pool_keys": written[0],
-            "pool_values": written[1],
+            **written,
         },
         compat.contiguous_layout(device, torch.int32, (constants["PROGRAMS"],)),
         (),
-        writes=("pool_keys", "pool_values"),
+        writes=tuple(written),
     )
     return None

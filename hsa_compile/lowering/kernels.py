@@ -89,6 +89,22 @@ def eager(op: torch._ops.OpOverload, reason: str | None, *args: Any) -> Any:
     return compat.lower_to_eager(op, *args)
 
 
+def written_in_place(nodes: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The buffers of state that a kernel writes, and why it cannot where one is not a plain view of a buffer."""
+    written = {name: compat.realize_in_place(node) for name, node in nodes.items()}
+    if None in written.values():
+        return written, "the state to be written is not a plain view of a buffer"
+    return written, None
+
+
+def unlike_pool(keys: Any, values: Any, pool_keys: Any, pool_values: Any) -> str | None:
+    """Why a pool cannot take these keys and values as they are, or None where dtypes agree."""
+    for what, held, pool in (("keys", keys, pool_keys), ("values", values, pool_values)):
+        if held.get_dtype() != pool.get_dtype():
+            return f"{what} are {held.get_dtype()}, those of the pool {pool.get_dtype()}"
+    return None
+
+
 def rows_of(mask: Any) -> Rows:
     """How a packed mask or bias ``[Bm, Hm, ...]`` is laid out."""
     batch, heads = mask.get_size()[:2]

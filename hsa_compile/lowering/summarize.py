@@ -6,7 +6,7 @@ import torch
 
 from .. import compat
 from . import kernels, options
-from .kernels import eager, emit, rows_of
+from .kernels import eager, emit, rows_of, written_in_place
 from .limits import kernel_limits
 
 
@@ -33,17 +33,15 @@ def lower(
         reason = reason or f"summaries are {summary.get_dtype()}, keys {keys.get_dtype()}"
     if tail is not None and tail.get_dtype() != keys.get_dtype():
         reason = reason or f"keys are {keys.get_dtype()}, those of the pool {tail.get_dtype()}"
-    written = [compat.realize_in_place(summary), compat.realize_in_place(covered)]
-    if None in written:
-        reason = reason or "the state to be written is not a plain view of a buffer"
+    written, unwritable = written_in_place({"summary": summary, "covered": covered})
+    reason = reason or unwritable
     if reason is not None:
         return eager(op, reason, *args)
     inputs = {
         "keys": compat.realize(keys),
         "bits": compat.realize(bits),
         "position": compat.realize(position),
-        "summary": written[0],
-        "covered": written[1],
+        **written,
     }
     if tail is not None:
         inputs["tail"] = compat.realize(tail)
@@ -63,6 +61,6 @@ def lower(
         inputs,
         compat.contiguous_layout(device, torch.int32, (batch, kv_heads)),
         (batch, kv_heads, summary.get_size()[2]),
-        writes=("summary", "covered"),
+        writes=tuple(written),
     )
     return None
