@@ -66,7 +66,7 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         reason = f"placement 'host' takes caches of a fixed size, written in place; this one is {site.keys.kind}"
         return Reject(site.where, reason, attention.anchor.name)
     pages = -(-tokens // policy.page_size)
-    pool = min(max(math.ceil(policy.pool * slots), slots), pages) + 1
+    pool = min(math.ceil(policy.pool * slots), pages) + 1
     reason = pool_limits(pool) if q.device.type == "cuda" else None
     if reason is not None:
         return Reject(site.where, reason, attention.anchor.name)

@@ -209,15 +209,9 @@ class _Rewriter:
             bias, bits = self.masks.packed(attention.masks, keys, read, policy.page_size)
             position = self._position(plan.site.keys, keys, read)
             described: tuple[object, ...] = (
-                "summary",
-                keys,
-                bits,
-                position,
-                policy.algorithm,
-                policy.page_size,
+                *(keys, bits, position, policy.algorithm, policy.page_size),
+                *((values, plan.pool_slots) if plan.pool_slots else ()),
             )
-            if plan.pool_slots:
-                described += (values, plan.pool_slots)
             owns = described not in self.states
             if owns:
                 self.states[described] = self._state(plan, keys, values, bits, position, page_major)
@@ -241,6 +235,7 @@ class _Rewriter:
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
             paged: tuple[object, ...] = (keys, values, ids, None)
+            moved = None
             if state.pool is not None:
                 paged, moved = self._paged(plan, keys, values, ids, position, state.pool)
             attended = self.emit.call(
@@ -259,7 +254,7 @@ class _Rewriter:
                 result = self.emit.method("to", result, out.dtype)
         result.meta["nn_module_stack"] = attention.out.meta.get("nn_module_stack")
         attention.out.replace_all_uses_with(result)
-        self.counts.append((counts, None if state.pool is None else moved))
+        self.counts.append((counts, moved))
         grown = plan.site.keys.kind == "dynamic"
         inputs = (keys, values) if grown else (plan.site.keys.base, plan.site.values.base)
         self.result.sites.append(SparseSite(plan, inputs[0], page_major, result, owns, inputs[1]))
@@ -295,7 +290,7 @@ class _Rewriter:
                 )
             )
         summary, covered = made
-        pool = None
+        pool: Pool | None = None
         tail: tuple[fx.Node, ...] = ()
         if plan.pool_slots:
             pool = self._pool(plan, number)
