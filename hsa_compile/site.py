@@ -73,7 +73,8 @@ class CacheUpdate:
 
     kind: ``static`` (a graph input written in place), ``functional`` (a new tensor returned in its place) or
     ``dynamic`` (a graph input to which ``torch.cat`` appends). ``position`` is a node (tensor or SymInt), an int, or
-    None for ``dynamic`` (the end). ``form`` names the calls that write.
+    None for ``dynamic`` (the end). It counts along a dimension of the tensor that is written, ``along``: attention may
+    read a part of that. ``form`` names the calls that write.
     """
 
     kind: Literal["static", "functional", "dynamic"]
@@ -81,6 +82,7 @@ class CacheUpdate:
     write: fx.Node
     new: fx.Node
     position: fx.Node | int | None
+    along: tuple[fx.Node, int]
     form: str
 
     @property

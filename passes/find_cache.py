@@ -157,10 +157,10 @@ def _in_place(base: fx.Node, write: fx.Node, read: torch.Tensor, what: str) -> C
         source, target = tensor(copied.args[0]), tensor(write.args[0])
         if memory(copied.args[0]) is not base or not _same_place(source, target):  # type: ignore[arg-type]
             raise NoCache(f"the whole cache of the {what} is overwritten with another")
-        position, new = _position(copied, read, what)
-        return CacheUpdate("static", base, write, new, position, op(copied) + " + copy_")
-    position, new = _position(write, read, what)
-    return CacheUpdate("static", base, write, new, position, op(write))
+        return CacheUpdate(
+            "static", base, write, *_position(copied, read, what), op(copied) + " + copy_"
+        )
+    return CacheUpdate("static", base, write, *_position(write, read, what), op(write))
 
 
 def _same_place(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -181,15 +181,15 @@ def _functional(base: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> 
         raise NoCache(f"the {what} are a functional update of something that is no graph input")
     if writes(base):
         raise NoCache(f"the updated {what} are changed in place")
-    position, new = _position(base, read, what)
+    written = _position(base, read, what)
     if any(op(user) == "copy_" and user.args[0] is source for user in base.users):
-        return CacheUpdate("static", source, base, new, position, op(base) + " + copy_")
+        return CacheUpdate("static", source, base, *written, op(base) + " + copy_")
     output = next(iter(reversed(base.graph.nodes)))
     if base not in output.all_input_nodes:
         raise NoCache(
             f"the updated {what} are neither copied back nor returned: no cache lives on after this step"
         )
-    return CacheUpdate("functional", source, base, new, position, op(base))
+    return CacheUpdate("functional", source, base, *written, op(base))
 
 
 def _dynamic(cat: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> CacheUpdate:
@@ -225,14 +225,19 @@ def _dynamic(cat: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> Cach
         )
     if writes(old) or writes(cat):
         raise NoCache(f"the {what} are written in place and concatenated")
-    return CacheUpdate("dynamic", old, cat, new, None, "cat")
+    return CacheUpdate("dynamic", old, cat, new, None, (cat, 2), "cat")
 
 
-def _position(write: fx.Node, read: torch.Tensor, what: str) -> tuple[fx.Node | int, fx.Node]:
-    """Where a write lands along the tokens of ``read``, and the node of the new token."""
+def _position(
+    write: fx.Node, read: torch.Tensor, what: str
+) -> tuple[fx.Node, fx.Node | int, tuple[fx.Node, int]]:
+    """What a write puts where along the tokens of ``read``; and the tensor and dimension that it counts in."""
     name = op(write)
-    target = tensor(write.args[0])
-    if target is None:
+    into = write.args[0]
+    if name == "copy_" and isinstance(into, fx.Node) and into.op != "placeholder":
+        into = into.args[0]
+    target = tensor(into)
+    if target is None or not isinstance(into, fx.Node):
         raise NoCache(f"the cache of the {what} is not a tensor")
     if name in ("index_copy_", "index_copy"):
         dim, index, new = (
@@ -260,13 +265,14 @@ def _position(write: fx.Node, read: torch.Tensor, what: str) -> tuple[fx.Node | 
             argument(write, 1, "src"),
         )
     elif name == "copy_":
-        target, items = _copied_slice(write, what)
+        items = _copied_slice(write, target, what)
         new = argument(write, 1, "src")
     else:
         raise NoCache(f"the cache of the {what} is written by `{name}`, which is not recognised")
     if not isinstance(new, fx.Node):
         raise NoCache(f"what is written to the {what} is not a tensor")
-    return _slot(_token_index(items, target, read, what), what), new
+    item, dim = _token_index(items, target, read, what)
+    return new, _slot(item, what), (into, dim)
 
 
 def _at(target: torch.Tensor, dim: object, item: object) -> tuple[object, ...]:
@@ -276,23 +282,20 @@ def _at(target: torch.Tensor, dim: object, item: object) -> tuple[object, ...]:
     return tuple(item if d == dim % target.ndim else slice(None) for d in range(target.ndim))
 
 
-def _copied_slice(write: fx.Node, what: str) -> tuple[torch.Tensor, tuple[object, ...]]:
+def _copied_slice(write: fx.Node, source: torch.Tensor, what: str) -> tuple[object, ...]:
     """``cache[:, :, p : p + 1].copy_(k)``, ``cache.narrow(2, p, 1).copy_(k)``, ``cache.select(2, p).copy_(k)``."""
     view = write.args[0]
-    source = (
-        tensor(view.args[0]) if isinstance(view, fx.Node) and view.op != "placeholder" else None
-    )
-    if source is None or not isinstance(view, fx.Node):
+    if not isinstance(view, fx.Node) or view.op == "placeholder":
         raise NoCache(f"the whole cache of the {what} is overwritten")
     if op(view) == "getitem":
         index = view.args[1]
-        return source, index if isinstance(index, tuple) else (index,)
+        return index if isinstance(index, tuple) else (index,)
     if op(view) == "select":
-        return source, _at(source, argument(view, 1, "dim"), argument(view, 2, "index"))
+        return _at(source, argument(view, 1, "dim"), argument(view, 2, "index"))
     if op(view) == "narrow":
         if argument(view, 3, "length") != 1:
             raise NoCache(f"more than one token of the {what} is written")
-        return source, _at(source, argument(view, 1, "dim"), argument(view, 2, "start"))
+        return _at(source, argument(view, 1, "dim"), argument(view, 2, "start"))
     raise NoCache(
         f"the cache of the {what} is written through `{op(view)}`, which is not recognised"
     )
@@ -300,8 +303,8 @@ def _copied_slice(write: fx.Node, what: str) -> tuple[torch.Tensor, tuple[object
 
 def _token_index(
     items: tuple[object, ...], target: torch.Tensor, read: torch.Tensor, what: str
-) -> object:
-    """What an index tuple picks along the tokens of ``read``.
+) -> tuple[object, int]:
+    """What an index tuple picks along the tokens of ``read``, and the dimension of ``target`` that those are.
 
     Other dimensions must be taken whole, except that integers may pick a layer or a half of a larger tensor and a
     leading slice the rows of a smaller batch.
@@ -310,12 +313,12 @@ def _token_index(
         at = next(i for i, item in enumerate(items) if item is Ellipsis)
         items = items[:at] + (slice(None),) * (target.ndim - len(items) + 1) + items[at + 1 :]
     offset = target.storage_offset()
-    picked: list[object] = []
+    picked: list[tuple[object, int]] = []
     for dim, item in enumerate(items):
         if item is None or (isinstance(item, slice) and _is_whole(item, target.shape[dim])):
             continue
         if same(target.stride(dim), read.stride(2)) and not same(target.shape[dim], 1):
-            picked.append(item)
+            picked.append((item, dim))
         elif isinstance(item, int) and not isinstance(item, bool):
             if any(
                 same(target.stride(dim), read.stride(d)) and not same(read.shape[d], 1)

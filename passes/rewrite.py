@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from hsa_compile import algorithms
+from hsa_compile import algorithms, compat
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.site import CacheUpdate, LayerPlan
 
 from .emit import Emitter
-from .graph_tools import memory, modifies, op, tensor, writes
+from .graph_tools import memory, modifies, op, same, tensor, value, writes
 from .masks import Masks
 from .operands import STRAIGHT
 
@@ -107,7 +107,7 @@ class _Rewriter:
         for plan in self.plans:
             grown = plan.site.keys.kind == "dynamic"
             for cache in (plan.site.keys, plan.site.values):
-                self._guard_capacity(cache, plan.site.attention.k.meta["example_value"])
+                self._guard_capacity(cache)
             keys = self._grow(plan.site.keys) if grown else plan.site.attention.k
             values = self._grow(plan.site.values) if grown else plan.site.attention.v
             self._attention(plan, keys, values)
@@ -168,26 +168,21 @@ class _Rewriter:
     def _least_capacities(self) -> None:
         """Layers may share a position and differ in capacity: nothing is written where one would overrun."""
         for plan in self.plans:
-            position, tokens = plan.site.keys.position, tensor(plan.site.attention.k)
-            if (
-                isinstance(position, fx.Node)
-                and tokens is not None
-                and isinstance(tokens.shape[2], int)
-            ):
-                least = min(tokens.shape[2], self.capacity.get(position, tokens.shape[2]))
-                self.capacity[position] = least
+            for cache in (plan.site.keys, plan.site.values):
+                position, tokens = cache.position, _capacity(cache)
+                if isinstance(position, fx.Node) and isinstance(tokens, int):
+                    self.capacity[position] = min(tokens, self.capacity.get(position, tokens))
 
-    def _guard_capacity(self, cache: CacheUpdate, read: torch.Tensor) -> None:
+    def _guard_capacity(self, cache: CacheUpdate) -> None:
         """On a CPU, let the position of the model's write pass a check first."""
         position = cache.position
         held = tensor(position)
         if held is None or held.device.type != "cpu" or not isinstance(position, fx.Node):
             return
-        capacity = read.shape[2]
-        if not isinstance(capacity, int):
+        capacity = self.capacity.get(position)
+        if capacity is None:
             return
         changes = bool(writes(memory(position)))
-        capacity = min(capacity, self.capacity.get(position, capacity))
         key = ("checked", position, cache.counts_from_end, cache.write if changes else None)
         if key not in self.made:
             first = next(node for node in self.graph.nodes if node.op != "placeholder")
@@ -331,10 +326,10 @@ class _Rewriter:
         )
 
     def _new_token(self, cache: CacheUpdate, held: fx.Node, position: fx.Node) -> fx.Node:
-        """What this step writes, ``[B, Hkv, 1, D]`` in the dtype of the cache."""
+        """The token at ``position``, ``[B, Hkv, 1, D]`` in the dtype of the cache."""
         new, full = tensor(cache.new), tensor(held)
         assert new is not None and full is not None
-        if tuple(new.shape) != (*full.shape[:2], 1, full.shape[3]):
+        if tuple(new.shape) != (*full.shape[:2], 1, full.shape[3]) or _may_pass(cache, full):
             return self.emit.call(torch.index_select, held, 2, position)
         return (
             cache.new if new.dtype == full.dtype else self.emit.method("to", cache.new, full.dtype)
@@ -371,11 +366,18 @@ class _Rewriter:
         return self.emit.call(operator.add, pages, forced), 0  # the fraction is the budget
 
     def _position(self, cache: CacheUpdate, keys: fx.Node, read: torch.Tensor) -> fx.Node:
-        """Where the new token is, ``[1]`` int64; what the write saw, if the model counts in place."""
+        """Where the new token is, ``[1]`` int64; what the write saw, if the model counts in place.
+
+        A write behind the part of the cache that attention reads counts as one to the last token of that part.
+        """
         position: object = cache.position
         counted = isinstance(position, fx.Node) and bool(writes(memory(position)))
-        key: tuple[object, ...] = ("position", keys if position is None else position, read.device)
-        key = (*key, cache.write) if counted else key
+        from_end = cache.counts_from_end and not isinstance(position, int)
+        bounded = _may_pass(cache, read)
+        key = (
+            *("position", keys if position is None else position, read.device),
+            *(counted and cache.write, from_end and str(_capacity(cache)), bounded and keys),
+        )
         if key in self.made:
             return self.made[key]
         if position is None:
@@ -390,9 +392,16 @@ class _Rewriter:
             made = self.emit.call(torch.reshape, position, (1,))
         if held is not None and held.dtype != torch.int64:
             made = self.emit.method("to", made, torch.int64)
-        if cache.counts_from_end and not isinstance(position, int):
-            tokens = self.emit.call(operator.add, made, read.shape[2])
-            made = self.emit.call(torch.where, self.emit.call(operator.lt, made, 0), tokens, made)
+        if from_end:
+            capacity = _capacity(cache)
+            if not isinstance(capacity, int):
+                capacity = self.emit.method("size", *cache.along)
+            counted_on = self.emit.call(operator.add, made, capacity)
+            negative = self.emit.call(operator.lt, made, 0)
+            made = self.emit.call(torch.where, negative, counted_on, made)
+        if bounded:
+            last = self.emit.call(operator.sub, self.emit.method("size", keys, 2), 1)
+            made = self.emit.method("clamp", made, None, last)
         self.made[key] = made
         return made
 
@@ -422,6 +431,20 @@ class _Rewriter:
         if moved is not None:
             return call(torch.cat, (sums, call(torch.sum, moved, (0, 1))))
         return sums if width == 2 else call(torch.nn.functional.pad, sums, (0, width - 2))
+
+
+def _capacity(cache: CacheUpdate) -> object:
+    """Tokens of the tensor that is written, an int or a SymInt."""
+    written, dim = cache.along
+    return written.meta["example_value"].shape[dim]
+
+
+def _may_pass(cache: CacheUpdate, read: torch.Tensor) -> bool:
+    """Whether a token may be written behind the part of the cache that attention reads."""
+    if cache.position is None or same(_capacity(cache), read.shape[2]):
+        return False
+    held = value(cache.position)
+    return isinstance(held, torch.Tensor) or not compat.statically_known_true(held < read.shape[2])
 
 
 _FRESH = frozenset({"matmul", "mul", "div", "add", "sub", "masked_fill", "where", "softmax"})

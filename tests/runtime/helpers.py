@@ -51,11 +51,12 @@ def prefill(model: Decoder, keys: Tensor, values: Tensor, x: Tensor, start: int 
 
 
 def reference_step(
-    model: Decoder, x: Tensor, keys: Tensor, values: Tensor, position: int
+    model: Decoder, x: Tensor, keys: Tensor, values: Tensor, position: int, read: int | None = None
 ) -> Tensor:
-    """What a step must give, from the content of the cache alone: no state, no history."""
+    """What a step must give, from the content of the cache (its first ``read`` tokens): no state, no history."""
     q, k, v = model.qkv(x)
     keys[:, :, position], values[:, :, position] = k[:, :, 0], v[:, :, 0]
+    keys, values = keys[:, :, :read], values[:, :, :read]
     mask = (torch.arange(keys.shape[2]) <= position)[None, None, None]
     bits = page_mask(mask, PAGE)
     pages = bits.shape[-1]

@@ -264,6 +264,39 @@ def test_positions_from_the_end(model: Decoder, position: int) -> None:
             step(x, *cache, torch.tensor([-129]))
 
 
+@pytest.mark.parametrize("from_end", [False, True], ids=["from the start", "from the end"])
+def test_a_part_of_a_longer_buffer_is_read(model: Decoder, from_end: bool) -> None:
+    """A position counts in what is written, not in what is read; behind that part, a write changes nothing of it."""
+    held, read = 160, 128
+
+    class Part(Decoder):
+        placement = model.placement
+
+        def forward(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)
+            keys[:, :, position] = k
+            values[:, :, position] = v
+            mask = torch.arange(read) <= position % held
+            return nn.functional.scaled_dot_product_attention(
+                q, keys[:, :, :read], values[:, :, :read], mask[None, None, None], enable_gqa=True
+            )
+
+    with torch.no_grad():
+        other = Part()
+        step, cache, twin = compiled(other), new_cache(2, held), new_cache(2, held)
+        prefix = torch.randn(2, 120, SIZE)
+        for written in (cache, twin):
+            prefill(other, *written, prefix)
+        for at in [*range(120, 132), 110]:
+            x = torch.randn(2, 1, SIZE)
+            want = reference_step(other, x, *twin, at, read)
+            got = step(x, *cache, torch.tensor([at - held if from_end else at]))
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(cache, twin)
+        with pytest.raises(hsa_compile.CacheError, match=f"token {held} "):
+            step(x, *cache, torch.tensor([held]))
+
+
 def test_numbers_from_the_end(model: Decoder) -> None:
     """The same with a position that is a number, which is symbolic once it has changed."""
 
