@@ -30,26 +30,35 @@ _NEVER = torch.iinfo(torch.int64).min
 _INDEX_BITS = 32
 
 
+def _materialise(x: Tensor) -> Tensor:
+    """``x`` itself; Inductor computes it once into a buffer instead of anew in every loop that reads it."""
+    return x.as_strided(x.shape, x.stride())
+
+
 def popcount(words: Tensor) -> Tensor:
     """Set bits of each int64 word, by halving (an arithmetic shift leaves the sign; the masks clear it)."""
     words = words - ((words >> 1) & 0x5555555555555555)
     words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
-    words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
+    # Each step names its operand twice, and Inductor would write all of it twice.
+    words = _materialise(((words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F).contiguous())
     words = words + (words >> 8)
     words = words + (words >> 16)
     return (words + (words >> 32)) & 0x7F
 
 
-def _smeared(words: Tensor) -> Tensor:
-    """Every bit below the highest set one, and that one (a negative word has bit 63: all of them)."""
-    for shift in (1, 2, 4, 8, 16, 32):
-        words = words | (words >> shift)
-    return words
+def _exponent(words: Tensor) -> Tensor:
+    """``floor(log2)`` of int64 words in which no two neighbouring bits are set: none of them rounds up to a power."""
+    return ((words.double().view(torch.int64) >> 52) & 0x7FF) - 1023
 
 
-def _materialise(x: Tensor) -> Tensor:
-    """``x`` itself; Inductor computes it once into a buffer instead of anew in every loop that reads it."""
-    return x.as_strided(x.shape, x.stride())
+def lowest_bit(words: Tensor) -> Tensor:
+    """Place of the lowest set bit of each int64 word; of no meaning where none is."""
+    return _exponent(words & -words)
+
+
+def highest_bit(words: Tensor) -> Tensor:
+    """Place of the highest set bit of each int64 word; of no meaning where none is."""
+    return torch.where(words < 0, 63, _exponent(words & ~(words >> 1)))
 
 
 def _is_traced(x: Tensor) -> bool:
@@ -186,8 +195,8 @@ def select(
     begin = index * page_size
     # Inductor unrolls reductions over few pages: their operands are not to be computed in each copy.
     in_page = _materialise(popcount(union).contiguous())
-    lowest = _materialise((begin + popcount((union & -union) - 1)).contiguous())
-    highest = _materialise((begin + popcount(_smeared(union)) - 1).contiguous())
+    lowest = _materialise((begin + lowest_bit(union)).contiguous())
+    highest = _materialise((begin + highest_bit(union)).contiguous())
     length = in_page.sum(-1)
     first = torch.where(present, lowest, pages * page_size).amin(-1, keepdim=True)
     last = torch.where(present, highest, -1).amax(-1, keepdim=True)
