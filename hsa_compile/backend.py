@@ -23,6 +23,7 @@ from hsa_compile.options import Options, parse_options
 from hsa_compile.passes.capture import capture
 from hsa_compile.passes.find_attention import find_attention
 from hsa_compile.passes.find_cache import find_cache
+from hsa_compile.passes.merge import merge_equal
 from hsa_compile.passes.operands import drop_unused_views
 from hsa_compile.passes.plan import plan
 from hsa_compile.passes.rewrite import Rewritten, rewrite
@@ -113,7 +114,11 @@ def _run(
 
         lowering.register()
     identity = code_identity(options.policy.canonical())
-    return compat.compile_with_inductor(gm, inputs, options.inductor, ops.DECOMPOSITIONS, identity)
+    # On a GPU the ops stay whole, and there is nothing to merge.
+    merge = None if "cuda" in devices else merge_equal
+    return compat.compile_with_inductor(
+        gm, inputs, options.inductor, ops.DECOMPOSITIONS, identity, merge
+    )
 
 
 def decline_autograd(

@@ -145,28 +145,31 @@ def compile_with_inductor(
     patches: Mapping[str, Any],
     decompositions: Mapping[Any, Callable[..., Any]],
     identity: str,
+    graph_pass: Callable[[torch.fx.Graph], None] | None = None,
 ) -> Callable[..., Any]:
-    """``compile_fx`` with decompositions of ours; ``identity`` becomes part of every compile-cache key."""
+    """``compile_fx`` with decompositions and a pass of ours; ``identity`` becomes part of every compile-cache key."""
     from torch._inductor.compile_fx import compile_fx
 
     _register_decompositions(decompositions)
     merged = dict(patches)
-    merged[_PASS_SLOT] = _cache_key_pass(identity, merged.get(_PASS_SLOT))
+    merged[_PASS_SLOT] = _graph_pass(identity, graph_pass, merged.get(_PASS_SLOT))
     return compile_fx(gm, list(inputs), config_patches=merged)  # type: ignore[return-value]
 
 
 _PASS_SLOT = "post_grad_custom_pre_pass"
 
 
-def _cache_key_pass(identity: str, chained: Any) -> Any:
-    """A graph pass that does nothing but carry ``identity`` in its uuid (and run the pass a user had there)."""
+def _graph_pass(identity: str, ours: Callable[[torch.fx.Graph], None] | None, chained: Any) -> Any:
+    """A graph pass that carries ``identity`` in its uuid, and runs ours and the one that a user had there."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     chained = chained if chained is not None else getattr(config, _PASS_SLOT)
 
-    class CacheKey(CustomGraphPass):
+    class GraphPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
+            if ours is not None:
+                ours(graph)
             if chained is not None:
                 chained(graph)
 
@@ -176,7 +179,7 @@ def _cache_key_pass(identity: str, chained: Any) -> Any:
             theirs = chained.uuid() if isinstance(chained, CustomGraphPass) else None
             return None if theirs is None else (identity, theirs)
 
-    return CacheKey()
+    return GraphPass()
 
 
 def storage_is_shared(storage: torch.UntypedStorage) -> bool:

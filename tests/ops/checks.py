@@ -13,6 +13,7 @@ import hsa_compile.ops
 from hsa_compile import compat
 from hsa_compile.ops.select import select_reference
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
+from hsa_compile.passes.merge import merge_equal
 from tests.ops.cases import State, assert_same_pages, page_ranks
 
 HSA = torch.ops.hsa
@@ -21,7 +22,8 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
     """Inductor with the ops as it sees them on a CPU."""
-    return compat.compile_with_inductor(graph, inputs, {}, hsa_compile.ops.DECOMPOSITIONS, "tests")
+    table = hsa_compile.ops.DECOMPOSITIONS
+    return compat.compile_with_inductor(graph, inputs, {}, table, "tests", merge_equal)
 
 
 traced = aot_autograd(
