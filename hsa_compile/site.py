@@ -46,13 +46,27 @@ class MaskTerm:
 
 
 @dataclass(frozen=True)
+class Sink:
+    """One more score a row, which takes its share of the softmax and has no value (gpt-oss; "off by one": zero).
+
+    The score is ``factor`` times what ``node`` holds, ``[B or 1, Hq or 1, 1, 1]``, or times 1 where there is no node.
+    ``first`` tells that it stands before the scores of the keys, not behind them.
+    """
+
+    node: fx.Node | None
+    factor: float
+    first: bool
+
+
+@dataclass(frozen=True)
 class Attention:
     """Softmax attention in a Dynamo graph, in canonical operands.
 
-    ``out = softmax(scale * q k^T + mask) v``, with q ``[B, Hq, L, D]``, k ``[B, Hkv, S, D]`` and v
+    ``out = softmax(cap(scale * q k^T) + mask) v``, with q ``[B, Hq, L, D]``, k ``[B, Hkv, S, D]`` and v
     ``[B, Hkv, S, Dv]``; repetition of KV heads has been looked through, query head h reads KV head h // (Hq // Hkv).
     ``anchor`` is the SDPA or softmax node, ``scores`` the node that reads the keys, ``out`` the one that reads the
-    values and is replaced; what it holds is the result ``[B, Hq, L, Dv]`` permuted by ``out_dims``.
+    values and is replaced; what it holds is the result ``[B, Hq, L, Dv]`` permuted by ``out_dims``. ``cap(s)`` is
+    ``softcap * tanh(s / softcap)``, or s where ``softcap`` is 0.
     """
 
     where: Where
@@ -64,6 +78,8 @@ class Attention:
     v: fx.Node
     scale: float
     masks: tuple[MaskTerm, ...]
+    softcap: float = 0.0
+    sink: Sink | None = None
     out_dims: tuple[int, ...] = (0, 1, 2, 3)
 
 

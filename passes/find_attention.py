@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from hsa_compile.site import Attention, MaskTerm, Reject, Where
+from hsa_compile.site import Attention, MaskTerm, Reject, Sink, Where
 
 from .graph_tools import Mismatch, argument, number, op, same, tensor, where
 from .operands import STRAIGHT, Dims, arranged, operand
@@ -86,12 +86,18 @@ def _from_softmax(softmax: fx.Node, place: Where) -> Attention:
         raise Mismatch(f"softmax runs over dimension {dim}, not over the keys", softmax)
     walk = trace_scores(softmax)
     scored = query_key(walk.product)
-    weights, out = _value_product(softmax)
+    weights, out = _value_product(softmax, walk.sink)
     result = weights_values(out, weights)
     q = arranged(_four_dimensional(scored.first, softmax), scored.first_dims)
     k, v = (scored.second, scored.second_dims), (result.second, result.second_dims)
     found = _attention(place, out, softmax, q, k, v, walk.scale, tuple(walk.masks))
-    return replace(found, scores=walk.product, out_dims=result.out_dims)
+    return replace(
+        found,
+        scores=walk.product,
+        softcap=walk.softcap,
+        sink=walk.sink,
+        out_dims=result.out_dims,
+    )
 
 
 def _attention(
@@ -141,8 +147,11 @@ def _four_dimensional(node: object, anchor: fx.Node) -> fx.Node:
     return node
 
 
-def _value_product(softmax: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The weights as they are multiplied with the values, and that product; the weights may go nowhere else."""
+def _value_product(softmax: fx.Node, sink: Sink | None) -> tuple[fx.Node, fx.Node]:
+    """The weights as they are multiplied with the values, and that product; the weights may go nowhere else.
+
+    The weight of a sink is cut off on the way.
+    """
     node = softmax
     while True:
         if len(node.users) != 1:
@@ -152,7 +161,12 @@ def _value_product(softmax: fx.Node) -> tuple[fx.Node, fx.Node]:
         (user,) = node.users
         name = op(user)
         if name in PRODUCTS:
+            if sink is not None:
+                raise Mismatch("the weight of an attention sink is multiplied with a value", user)
             return node, user
+        if sink is not None and name == "getitem" and user.args[1] == _keys_only(sink):
+            node, sink = user, None
+            continue
         inference_dropout = name == "dropout" and (
             not argument(user, 2, "training", True) or argument(user, 1, "p", 0.5) == 0
         )
@@ -162,6 +176,11 @@ def _value_product(softmax: fx.Node) -> tuple[fx.Node, fx.Node]:
             )
             raise Mismatch(reason + ", not into the product with the values", user)
         node = user
+
+
+def _keys_only(sink: Sink) -> tuple[object, ...]:
+    """The index that leaves the weights of the keys."""
+    return (Ellipsis, slice(1, None, None) if sink.first else slice(None, -1, None))
 
 
 def _looks_like_attention(softmax: fx.Node) -> bool:

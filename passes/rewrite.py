@@ -27,7 +27,7 @@ from torch import fx
 
 from hsa_compile import algorithms, compat
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
-from hsa_compile.site import CacheUpdate, LayerPlan
+from hsa_compile.site import CacheUpdate, LayerPlan, Sink
 
 from .emit import Emitter
 from .graph_tools import memory, modifies, op, same, tensor, value, writes
@@ -241,8 +241,11 @@ class _Rewriter:
                 bias,
                 attention.scale,
                 policy.page_size,
+                *((attention.softcap,) if attention.softcap else ()),
             )
             result = self.emit.call(operator.getitem, attended, 0)
+            if attention.sink is not None:
+                result = self._sunk(result, attended, attention.sink)
             if attention.out_dims != STRAIGHT:
                 result = self.emit.method("permute", result, *attention.out_dims)
             if out.dtype != q.dtype:
@@ -254,6 +257,18 @@ class _Rewriter:
         inputs = (keys, values) if grown else (plan.site.keys.base, plan.site.values.base)
         self.result.sites.append(SparseSite(plan, inputs[0], page_major, result, owns, inputs[1]))
         erase_unused(self.graph, attention.out)
+
+    def _sunk(self, result: fx.Node, attended: fx.Node, sink: Sink) -> fx.Node:
+        """The result less the share of the sink: all of it times ``e^lse / (e^lse + e^sink)``, in fp32."""
+        call, method = self.emit.call, self.emit.method
+        score: object = sink.factor
+        if sink.node is not None:
+            score = call(operator.mul, method("float", sink.node), sink.factor)
+        lse = method("unsqueeze", call(operator.getitem, attended, 1), -1)
+        share = call(torch.sigmoid, call(operator.sub, lse, score))
+        held = tensor(result)
+        assert held is not None
+        return method("to", call(operator.mul, method("float", result), share), held.dtype)
 
     def _state(
         self,

@@ -1,20 +1,20 @@
-"""The way back from a softmax to the query-key product: the scale and the masks that are met on it.
+"""The way back from a softmax to the query-key product: the scale, the masks, a cap and a sink that are met on it.
 
-    before: softmax(where(keep, (q @ k) * c + bias, -inf))
-    after:  the product q @ k; scale c; the terms ``add bias``, ``keep``
+    before: softmax(cat([where(keep, tanh(q @ k / c) * c + bias, -inf), sink], -1))
+    after:  the product q @ k; scale 1; soft cap c; the terms ``add bias``, ``keep``; the sink
 
 The scores are followed as memory, not as names: a model may scale or fill them in place and use the node of before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from hsa_compile.ops.page_mask import MASKED_BELOW
-from hsa_compile.site import MaskTerm
+from hsa_compile.site import MaskTerm, Sink
 
 from .graph_tools import (
     CASTS,
@@ -33,7 +33,7 @@ TRANSPARENT = CASTS | {"contiguous", "clone", "detach"}
 PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
 _ELEMENTWISE = frozenset({"mul", "div", "add", "sub", "masked_fill", "where", "dropout", "tanh"})
 _OTHERS = frozenset("clamp clamp_min clamp_max clip sigmoid exp abs neg pow relu softplus".split())
-LOOSE = TRANSPARENT | _ELEMENTWISE | _OTHERS | VIEWS | {"cat", "setitem"}
+LOOSE = TRANSPARENT | _ELEMENTWISE | _OTHERS | VIEWS | {"cat", "pad", "setitem"}
 """What scores and weights pass through in attention of any kind, understood or not."""
 
 
@@ -44,13 +44,17 @@ class Scores:
     product: fx.Node
     scale: float
     masks: list[MaskTerm] = field(default_factory=list)
+    softcap: float = 0.0
+    sink: Sink | None = None
 
 
 def trace_scores(softmax: fx.Node) -> Scores:
     """Raises ``Mismatch`` where the operand of ``softmax`` is not a scaled and masked product."""
     walk = _Walk(softmax)
     product, scale = walk.back(argument(softmax, 0, "input"), 1.0, softmax)
-    return Scores(product, scale, walk.masks)
+    # cap * tanh(a * s) = cap * tanh((a * cap) * s / cap)
+    scale *= walk.softcap or 1.0
+    return Scores(product, scale, walk.masks, walk.softcap, walk.sink)
 
 
 class _Walk:
@@ -58,6 +62,8 @@ class _Walk:
         self.softmax = softmax
         self.order = {node: i for i, node in enumerate(softmax.graph.nodes)}
         self.masks: list[MaskTerm] = []
+        self.softcap = 0.0
+        self.sink: Sink | None = None
 
     def back(self, node: object, factor: float, reader: fx.Node) -> tuple[fx.Node, float]:
         """Walk from ``node``, which ``reader`` reads and whose value reaches the softmax times ``factor``."""
@@ -86,7 +92,32 @@ class _Walk:
             if reaches_product(kept):
                 return self._filled(node, kept, condition, other, "keep", factor)
             return self._filled(node, other, condition, kept, "drop", factor)
+        if name == "tanh":
+            return self._capped(node, factor)
+        if name in ("cat", "pad"):
+            return self._joined(node, name, factor)
         raise Mismatch(f"attention scores pass through `{name}`, which is not recognised", node)
+
+    def _capped(self, node: fx.Node, factor: float) -> tuple[fx.Node, float]:
+        """``factor * tanh(scores)``: what follows is inside of the cap, where no mask may be."""
+        if factor <= 0 or self.softcap:
+            raise Mismatch("attention scores pass through `tanh`, but not as a soft cap", node)
+        self.softcap, outside = factor, len(self.masks)
+        found = self.back(argument(node, 0, "input"), 1.0, node)
+        if len(self.masks) > outside:
+            raise Mismatch("scores are masked before `tanh` caps them", node)
+        return found
+
+    def _joined(self, node: fx.Node, name: str, factor: float) -> tuple[fx.Node, float]:
+        """One column more than there are keys, before or behind them."""
+        if self.masks or self.sink is not None or self.softcap:
+            raise Mismatch("scores are masked or capped together with an attention sink", node)
+        found = _padded(node) if name == "pad" else _concatenated(node)
+        if found is None:
+            raise Mismatch("attention scores are joined to something else than one column", node)
+        scores, sink = found
+        self.sink = replace(sink, factor=sink.factor * factor)
+        return self.back(scores, factor, node)
 
     def _as_read(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         """The last write into the memory of ``node`` before ``reader``, or ``node`` where there is none."""
@@ -123,6 +154,10 @@ class _Walk:
         added = tensor(right)
         one = added is not None and (added.ndim == 0 or same(added.shape[-1], 1))
         if one or number(right) is not None:
+            if self.softcap or self.sink is not None:
+                raise Mismatch(
+                    "a number is added to scores that are capped or joined to a sink", node
+                )
             return self.back(left, factor, node)  # the same for all keys: softmax does not see it
         if not isinstance(right, fx.Node) or added is None or reaches_product(right):
             raise Mismatch("what is added to the scores is not a mask", node)
@@ -157,6 +192,32 @@ class _Walk:
             )
         self.masks.append(MaskTerm(kind, condition, 1.0, factor * with_value))  # type: ignore[arg-type]
         return self.back(scores, factor, node)
+
+
+def _concatenated(node: fx.Node) -> tuple[object, Sink] | None:
+    """``cat([scores, sink], -1)`` and the other way round."""
+    parts, joined = argument(node, 0, "tensors"), tensor(node)
+    last = joined is not None and argument(node, 1, "dim", 0) in (-1, joined.ndim - 1)
+    if not last or not isinstance(parts, (tuple, list)) or len(parts) != 2:
+        return None
+    first = reaches_product(parts[1])
+    column, scores = parts if first else reversed(parts)
+    held = tensor(column)
+    if held is None or not same(held.shape[-1], 1) or reaches_product(column):
+        return None
+    return scores, Sink(column, 1.0, first)
+
+
+def _padded(node: fx.Node) -> tuple[object, Sink] | None:
+    """``pad(scores, (0, 1), value=c)`` and ``(1, 0)``."""
+    widths = argument(node, 1, "pad")
+    fill = argument(node, 3, "value")
+    value = 0.0 if fill is None else number(fill)
+    if argument(node, 2, "mode", "constant") != "constant" or value is None:
+        return None
+    if not isinstance(widths, (tuple, list)) or list(widths) not in ([0, 1], [1, 0]):
+        return None
+    return argument(node, 0, "input"), Sink(None, value, list(widths) == [1, 0])
 
 
 def reaches_product(node: object, depth: int = 12) -> bool:

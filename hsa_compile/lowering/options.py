@@ -239,11 +239,13 @@ def sparse_attention(
     bias: Rows | None,
     splits: int,
     pool: bool = False,
+    softcap: float = 0.0,
 ) -> Constants:
     # Matrix units take 16 rows at least; for one head, sums in fp32 do without the padding.
     use_dot = group > 1
     return {
         "SCALE": scale,
+        "SOFTCAP": softcap,
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "GROUP_PAD": max(16, next_power_of_2(group)) if use_dot else 1,

@@ -21,9 +21,10 @@ def lower(
     bias: Any,
     scale: float,
     page_size: int,
+    softcap: float = 0.0,
 ) -> tuple[Any, Any]:
     op = torch.ops.hsa.sparse_attention.default
-    args = (q, keys, values, ids, slots, bits, bias, scale, page_size)
+    args = (q, keys, values, ids, slots, bits, bias, scale, page_size, softcap)
     device = q.get_device()
     if not kernels.run_on(device):
         return eager(op, None, *args)
@@ -50,7 +51,7 @@ def lower(
     )
     constants = options.sparse_attention(
         float(scale), kv_heads, group, dim, value_dim, page_size, rows_of(bits),
-        None if bias is None else rows_of(bias), splits, slots is not None,
+        None if bias is None else rows_of(bias), splits, slots is not None, float(softcap),
     )  # fmt: skip
     given = {
         "q": q,

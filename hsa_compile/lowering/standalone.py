@@ -406,6 +406,7 @@ def sparse_attention(
     bias: Tensor | None,
     scale: float,
     page_size: int,
+    softcap: float = 0.0,
     splits: int | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -418,7 +419,7 @@ def sparse_attention(
         )
     constants = options.sparse_attention(
         scale, kv_heads, query_heads // kv_heads, dim, value_dim, page_size, rows_of(bits),
-        None if bias is None else rows_of(bias), splits, slots is not None,
+        None if bias is None else rows_of(bias), splits, slots is not None, softcap,
     )  # fmt: skip
     config = (
         config

@@ -234,6 +234,7 @@ def sparse_attention(
     bias: Tensor | None,
     scale: float,
     page_size: int,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """See ``hsa_compile.ops.sparse_attention``."""
     batch, kv_heads = keys.shape[:2]
@@ -267,6 +268,8 @@ def sparse_attention(
 
     query = q[:, :, 0].unflatten(1, (kv_heads, -1)).to(work) * scale
     logits = _dot(_materialise(query), keys[where])
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     if bias is not None:
         spread = _by_group(bias[:, :, 0], kv_heads)
         group = spread.shape[2]

@@ -99,11 +99,74 @@ def scale_by_tensor(q, k, v, keys, values, at, keep):
     return scores.masked_fill(~keep, -math.inf).softmax(-1) @ repeat(values)
 
 
-@left("attention scores pass through `tanh`, which is not recognised")
-def soft_cap(q, k, v, keys, values, at, keep):
+@left("scores are masked before `tanh` caps them")
+def mask_within_the_cap(q, k, v, keys, values, at, keep):
     write(keys, values, k, v, at)
-    scores = 30.0 * torch.tanh(scores_of(q, keys) / 30.0)
+    scores = scores_of(q, keys).masked_fill(~keep, -math.inf)
+    return (30.0 * torch.tanh(scores / 30.0)).softmax(-1) @ repeat(values)
+
+
+@left("a number is added to scores that are capped")
+def number_within_the_cap(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = 30.0 * torch.tanh((scores_of(q, keys) + 7.0) / 30.0)
     return scores.masked_fill(~keep, -math.inf).softmax(-1) @ repeat(values)
+
+
+@left("attention scores pass through `tanh`, but not as a soft cap")
+def capped_twice(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = torch.tanh(2.0 * torch.tanh(scores_of(q, keys)))
+    return scores.masked_fill(~keep, -math.inf).softmax(-1) @ repeat(values)
+
+
+@left("attention scores pass through `sigmoid`, which is not recognised")
+def squashed(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = torch.sigmoid(scores_of(q, keys))
+    return scores.masked_fill(~keep, -math.inf).softmax(-1) @ repeat(values)
+
+
+def column(q, score=0.5):
+    return torch.full((q.shape[0], HEADS, 1, 1), score)
+
+
+@left("a number is added to scores that are capped or joined to a sink")
+def number_beside_a_sink(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = (scores_of(q, keys) + 3.0).masked_fill(~keep, -math.inf)
+    return torch.cat([scores, column(q)], -1).softmax(-1)[..., :-1] @ repeat(values)
+
+
+@left("the weight of an attention sink is multiplied with a value")
+def sink_with_a_value(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = scores_of(q, keys).masked_fill(~keep, -math.inf)
+    weights = torch.cat([scores, column(q)], -1).softmax(-1)
+    return weights @ F.pad(repeat(values), (0, 0, 0, 1), value=1.0)
+
+
+@left("attention weights go into `getitem`, not into the product with the values")
+def other_weight_cut_off(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = scores_of(q, keys).masked_fill(~keep, -math.inf)
+    return torch.cat([scores, column(q)], -1).softmax(-1)[..., 1:] @ repeat(values)
+
+
+@left("attention scores are joined to something else than one column")
+def two_sinks(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = scores_of(q, keys).masked_fill(~keep, -math.inf)
+    joined = torch.cat([scores, column(q), column(q)], -1)
+    return joined.softmax(-1)[..., :-2] @ repeat(values)
+
+
+@left("scores are masked or capped together with an attention sink")
+def sink_under_the_mask(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    joined = torch.cat([scores_of(q, keys), column(q)], -1)
+    hidden = F.pad(~keep, (0, 1))
+    return joined.masked_fill(hidden, -math.inf).softmax(-1)[..., :-1] @ repeat(values)
 
 
 @left("masked scores are set to -5, which does not mask them")
@@ -154,14 +217,6 @@ def heads_folded_into_rows(q, k, v, keys, values, at, keep):
     bias = torch.zeros(2 * HEADS, 1, CAPACITY).masked_fill(~keep[0], -math.inf)
     scores = bias.baddbmm(q, keys.mT, beta=1.0, alpha=0.25).view(2, HEADS, 1, CAPACITY)
     return torch.bmm(scores.softmax(-1).view(2 * HEADS, 1, CAPACITY), values)
-
-
-@left("attention scores pass through `cat`, which is not recognised")
-def with_a_sink(q, k, v, keys, values, at, keep):
-    write(keys, values, k, v, at)
-    scores = scores_of(q, keys).masked_fill(~keep, -math.inf)
-    scores = torch.cat([scores, torch.zeros(2, HEADS, 1, 1)], -1)
-    return scores.softmax(-1)[..., :-1] @ repeat(values)
 
 
 @left("attention scores are not 4-dimensional [batch, heads, queries, keys]")

@@ -41,9 +41,19 @@ def page_summaries(keys: Tensor, mask: Tensor, policy: LayerPolicy) -> Tensor:
 
 
 def sparse_attention(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, policy: LayerPolicy
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    policy: LayerPolicy,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """One step by the rule: q ``[B, Hq, 1, D]``, mask ``[1 or B, 1 or Hq, 1, S]`` boolean, additive or None."""
+    """One step by the rule: q ``[B, Hq, 1, D]``, mask ``[1 or B, 1 or Hq, 1, S]`` boolean, additive or None.
+
+    ``sink`` is one more score in the denominator, ``[1 or B, 1 or Hq, 1, 1]``.
+    """
     if mask is None:
         mask = torch.ones((1, 1, 1, keys.shape[2]), dtype=torch.bool)
     mask = mask.expand(q.shape[0], -1, -1, -1)
@@ -65,9 +75,14 @@ def sparse_attention(
         policy.group_reduce,
     )
     bias = None if mask.dtype == torch.bool else mask
-    return sparse_attention_reference(
-        q, keys, values, ids, None, bits, bias, scale, policy.page_size
-    )[0]
+    out, lse = sparse_attention_reference(
+        q, keys, values, ids, None, bits, bias, scale, policy.page_size, softcap
+    )
+    if sink is None:
+        return out
+    # exp(lse) is the sum of the exponentials; the sink is one more.
+    total = lse.unsqueeze(-1).double().exp()
+    return (out * (total / (total + sink.double().exp()))).to(out.dtype)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """One attention, written in the ways that models write it.
 
-A ``Spelling`` is a function and what it computes: ``softmax(scale * q k^T + mask) v``.
+A ``Spelling`` is a function and what it computes: ``softmax(cap(scale * q k^T) + mask) v``, with a sink of that score
+in the denominator of the softmax.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ LOWEST = torch.finfo(torch.float32).min
 SLOPES = (2.0 ** -torch.arange(1.0, HEADS + 1)).view(1, HEADS, 1, 1)
 ALIBI = 0.1 * SLOPES * torch.arange(CAPACITY)
 PADDED = torch.arange(CAPACITY) >= torch.tensor([5, 21]).view(2, 1, 1, 1)
+SINKS = torch.tensor([-1.0, 0.0, 1.5, 6.0]).view(1, HEADS, 1, 1)
 WINDOWS = torch.arange(CAPACITY) >= torch.tensor([0, 8, 30, 40]).view(1, HEADS, 1, 1)
 
 
@@ -30,6 +32,8 @@ class Spelling:
     function: Attend
     scale: float = USUAL
     mask: Callable[[Tensor], Tensor] = lambda keep: keep
+    softcap: float = 0.0
+    sink: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -243,6 +247,47 @@ def mask_and_bias(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tens
     return scores.softmax(-1) @ repeat(values)
 
 
+def soft_cap(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    """As Gemma 2 has it."""
+    scores = torch.tanh(q @ repeat(keys).mT * USUAL / 0.5) * 0.5
+    return (scores + additive(keep)).softmax(-1) @ repeat(values)
+
+
+def soft_cap_then_bias(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    """Scaled again after the cap, which is then 0.6."""
+    scores = 0.3 * torch.tanh((q * 2.0) @ repeat(keys).mT)
+    return F.softmax((scores * 2 + ALIBI).masked_fill(~keep, -math.inf), -1) @ repeat(values)
+
+
+def sinks(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    """As gpt-oss has them: one more column, which has no value."""
+    scores = q @ repeat(keys).mT * USUAL + additive(keep)
+    joined = torch.cat([scores, SINKS.expand(q.shape[0], -1, -1, -1)], dim=-1)
+    joined = joined - joined.max(dim=-1, keepdim=True).values
+    weights = F.softmax(joined, dim=-1, dtype=joined.dtype)[..., :-1]
+    return F.dropout(weights, 0.1, training=False).to(values.dtype) @ repeat(values)
+
+
+def sinks_first(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    """Before the keys, and scaled with them."""
+    scores = (q @ repeat(keys).mT).masked_fill(~keep, -math.inf)
+    joined = torch.cat((SINKS.expand(q.shape[0], -1, -1, -1), scores), 3) * 0.4
+    return joined.softmax(-1)[..., 1:] @ repeat(values)
+
+
+def off_by_one(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    """A sink whose score is zero."""
+    scores = (q @ repeat(keys).mT * USUAL).masked_fill(~keep, -math.inf)
+    return F.pad(scores, (0, 1)).softmax(-1)[..., :-1] @ repeat(values)
+
+
+def cap_and_sinks(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    scores = torch.tanh(q @ repeat(keys).mT * USUAL / 0.5) * 0.5
+    scores = scores.masked_fill(~keep, -math.inf)
+    joined = torch.cat([scores, SINKS.expand(q.shape[0], -1, -1, -1)], dim=-1)
+    return joined.softmax(-1)[..., :-1] @ repeat(values)
+
+
 def _alibi(keep: Tensor) -> Tensor:
     return ALIBI.masked_fill(~keep, -math.inf)
 
@@ -284,4 +329,10 @@ SPELLINGS = (
     Spelling(largest_subtracted),
     Spelling(one_minus_mask),
     Spelling(mask_and_bias, mask=lambda keep: _alibi(keep & PADDED)),
+    Spelling(soft_cap, softcap=0.5),
+    Spelling(soft_cap_then_bias, 1.2, _alibi, softcap=0.6),
+    Spelling(sinks, sink=SINKS),
+    Spelling(sinks_first, 0.4, sink=0.4 * SINKS),
+    Spelling(off_by_one, sink=torch.zeros(1, 1, 1, 1)),
+    Spelling(cap_and_sinks, softcap=0.5, sink=SINKS),
 )

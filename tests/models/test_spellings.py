@@ -22,7 +22,9 @@ STEPS = 6
 def by_the_rule(spelling: Spelling, policy: LayerPolicy) -> plain.Attend:
     def attend(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
         return reference.sparse_attention(
-            q, keys, values, spelling.mask(keep), spelling.scale, policy
+            *(q, keys, values, spelling.mask(keep), spelling.scale, policy),
+            softcap=spelling.softcap,
+            sink=spelling.sink,
         )
 
     return attend

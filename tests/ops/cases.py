@@ -37,6 +37,7 @@ class Case:
     fraction: float = 0.0
     sink: int = 4
     recent: int = 8
+    softcap: float = 0.0
     token_major: bool = False
     seed: int = 0
 
@@ -90,6 +91,7 @@ def cases(draw: st.DrawFn) -> Case:
         fraction=draw(st.sampled_from((0.0, 0.0, 0.1, 0.5, 1.0))),
         sink=draw(st.sampled_from((0, 1, 4, 40))),
         recent=draw(st.sampled_from((0, 1, 8, 70))),
+        softcap=draw(st.sampled_from((0.0, 0.0, 0.7, 20.0))),
         token_major=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )

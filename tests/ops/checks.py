@@ -56,6 +56,7 @@ def attend(state: State, ids: Tensor) -> tuple[object, ...]:
         state.bias,
         case.scale,
         case.page_size,
+        case.softcap,
     )
 
 

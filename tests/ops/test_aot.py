@@ -47,6 +47,7 @@ class Case:
     bias: bool = False
     known_pages: bool = True
     pool: bool = False
+    softcap: float = 0.0
 
     def kernel(self, name: str) -> Kernel:
         heads, pages = self.kv_heads * self.group, self.tokens // self.page
@@ -186,7 +187,7 @@ class Case:
             return Kernel(
                 options.sparse_attention(
                     0.1, self.kv_heads, self.group, self.dim, self.value_dim, self.page, rows,
-                    Rows(False, False) if self.bias else None, splits, self.pool,
+                    Rows(False, False) if self.bias else None, splits, self.pool, self.softcap,
                 ),
                 options.sparse_attention_configs(row_bytes, self.page, 2048 // splits),
                 {**inputs, "lse": lse},
@@ -246,6 +247,12 @@ def test_compiles_with_a_row_of_the_mask_a_head(child: Check, name: str) -> None
 @pytest.mark.parametrize("literal", [True, False])
 def test_summaries_with_a_tail_compile(child: Check, literal: bool) -> None:
     child(check_compiles, Case(pool=True), "summarize", early=True, literal=literal)
+
+
+def test_capped_attention_compiles(child: Check) -> None:
+    child(check_compiles, Case(softcap=50.0), "sparse_attention", early=True)
+    case = Case(softcap=50.0, bias=True, group=1, dtype=torch.float32)
+    child(check_compiles, case, "sparse_attention")
 
 
 @pytest.mark.parametrize("literal", [True, False])

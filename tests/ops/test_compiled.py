@@ -16,7 +16,15 @@ from tests.ops.cases import Case, build
 from tests.ops.checks import HSA, TOLERANCE, check_attention, check_select, inductor, traced
 
 COMPILED = [
-    Case(length=65, page_size=64, head_dim=72, mask="per-head", algorithm="cuboid", slots=1),
+    Case(
+        length=65,
+        page_size=64,
+        head_dim=72,
+        mask="per-head",
+        algorithm="cuboid",
+        slots=1,
+        softcap=1.5,
+    ),
     Case(
         length=200,
         group=16,
@@ -45,7 +53,7 @@ def step(
     HSA.summarize(keys, bits, position, summary, covered, case.algorithm, case.page_size)
     ids, counts = HSA.select(q, summary, bits, *case.selection(keys.shape[2]))
     out, lse = HSA.sparse_attention(
-        q, keys, values, ids, None, bits, bias, case.scale, case.page_size
+        q, keys, values, ids, None, bits, bias, case.scale, case.page_size, case.softcap
     )
     return ids, counts, out, lse
 

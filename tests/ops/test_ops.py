@@ -175,7 +175,7 @@ def test_sparse_attention(spelling: str, case: Case) -> None:
 @RANDOM
 @given(cases())
 def test_lossless_within_the_budget(case: Case) -> None:
-    case = replace(case, slots=case.pages, fraction=0.0)
+    case = replace(case, slots=case.pages, fraction=0.0, softcap=0.0)
     state = build(case)
     ids, counts = HSA.select(state.q, state.summary, state.bits, *case.selection())
     assert torch.equal(counts[..., 0], counts[..., 1])
@@ -190,7 +190,10 @@ def test_lossless_within_the_budget(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_precisions(dtype: torch.dtype, spelling: str) -> None:
-    for case in (Case(length=301, head_dim=64), Case(length=301, additive="bias", mask="per-head")):
+    for case in (
+        Case(length=301, head_dim=64),
+        Case(length=301, additive="bias", mask="per-head", softcap=2.0),
+    ):
         state = build(case, dtype)
         ids, counts = HSA.select(state.q, state.summary, state.bits, *case.selection())
         check_select(state, (ids, counts))
@@ -203,6 +206,7 @@ def test_other_precisions(dtype: torch.dtype, spelling: str) -> None:
             *(x if x is None or not x.is_floating_point() else x.nan_to_num() for x in fine),
             case.scale,
             case.page_size,
+            case.softcap,
         )
         # Accumulated in fp32 or fp64, so nothing but the last rounding is lost.
         unit = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-12

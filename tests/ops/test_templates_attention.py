@@ -28,6 +28,7 @@ def eager_attention(
     bits: Tensor,
     bias: Tensor | None,
     shape: Shape,
+    softcap: float,
 ) -> Tensor:
     """The same in the dtype of the inputs throughout, for the error that this dtype has anyway."""
     pages = bits.shape[-1]
@@ -39,6 +40,8 @@ def eager_attention(
     part = (inside.repeat_interleave(shape.group, 1) & seen).unsqueeze(2)
     k, v = (x.nan_to_num(0).repeat_interleave(shape.group, 1) for x in (keys, values))
     scores = q @ k.mT * shape.scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores = scores + bias
     weights = torch.softmax(scores.masked_fill(~part, -torch.inf).float(), -1).nan_to_num(0)
@@ -54,6 +57,7 @@ def check_attention(
     with_bias: bool = False,
     token_major: bool = False,
     config: Config | None = None,
+    softcap: float = 0.0,
 ) -> None:
     mask = make_mask(kind, shape)
     bits = page_mask(mask, shape.page)
@@ -69,7 +73,7 @@ def check_attention(
     ids[-1, -1, : min(slots, pages)] = torch.arange(pages - min(slots, pages), pages)
     exact, exact_lse = sparse_attention_reference(
         q.double(), keys.nan_to_num(0).double(), values.nan_to_num(0).double(), ids, None, bits,
-        None if bias is None else bias.double(), shape.scale, shape.page,
+        None if bias is None else bias.double(), shape.scale, shape.page, softcap,
     )  # fmt: skip
     out, lse = standalone.sparse_attention(
         q,
@@ -81,12 +85,14 @@ def check_attention(
         bias,
         shape.scale,
         shape.page,
+        softcap,
         splits=splits,
         config=config,
     )
     assert out.dtype == dtype and lse.dtype == torch.float32
     error = (out.double() - exact).norm()
-    allowed = (eager_attention(q, keys, values, ids, bits, bias, shape).double() - exact).norm()
+    eager = eager_attention(q, keys, values, ids, bits, bias, shape, softcap)
+    allowed = (eager.double() - exact).norm()
     assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.norm(), (
         f"{error} > 2 * {allowed}"
     )
@@ -118,6 +124,17 @@ def test_attention_groups_and_masks(interpreted: Check, group: int, kind: str) -
     shape = Shape(group=group, kv_heads=2 if group < 4 else 1)
     interpreted(check_attention, shape, torch.float32, kind, token_major=True)
     interpreted(check_attention, shape, torch.bfloat16, kind, with_bias=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e-3])
+@pytest.mark.parametrize("group", [1, 4])
+def test_attention_soft_cap(
+    interpreted: Check, dtype: torch.dtype, softcap: float, group: int
+) -> None:
+    """Where scores are as large as the cap, far below, and so far above that the power overflows."""
+    shape = Shape(group=group)
+    interpreted(check_attention, shape, dtype, "batch left", with_bias=True, softcap=softcap)
 
 
 @pytest.mark.parametrize("page", [16, 32, 64])
