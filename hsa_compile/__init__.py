@@ -9,6 +9,7 @@ from hsa_compile.errors import (
     RewriteError,
 )
 from hsa_compile.explain import Explanation, explain
+from hsa_compile.invalidate import invalidate
 from hsa_compile.policy import LayerPolicy, Policy
 from hsa_compile.runtime.state import pool_bytes, summary_bytes
 from hsa_compile.stats import Stats, stats
@@ -27,6 +28,7 @@ __all__ = [
     "RewriteError",
     "Stats",
     "explain",
+    "invalidate",
     "pool_bytes",
     "stats",
     "summary_bytes",

@@ -51,7 +51,7 @@ class PageState:
         self.layout, self.batch, self.device, self.page_major = layout, batch, device, page_major
         self.summary = self._allocate(0, layout.width, layout.dtype)
         self.covered = self._allocate(0, 2, torch.int64)
-        self.seen: object = None
+        self.seen: list[tuple[int | None, int]] | None = None
         self.pool: PagePool | None = None
 
     def _allocate(self, pages: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -87,6 +87,11 @@ class PageState:
     def reset(self) -> None:
         """Forget what is covered: the next step summarises every page anew, and trusts no page of the pool."""
         self.covered[..., 1] = NEVER
+
+    @property
+    def memory(self) -> set[int]:
+        """Addresses of the storages that were described after the last step."""
+        return {address for _, address in self.seen or ()}
 
     def bytes(self) -> int:
         return self.summary.nbytes + self.covered.nbytes
@@ -200,7 +205,8 @@ def settle(state: PageState, read: Sequence[Tensor]) -> None:
     state.seen = _look(read)
 
 
-def _look(read: Sequence[Tensor]) -> object:
+def _look(read: Sequence[Tensor]) -> list[tuple[int | None, int]]:
+    """Version counter and address of each tensor."""
     return [(version_of(tensor), tensor.untyped_storage().data_ptr()) for tensor in read]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import hsa_compile
 from hsa_compile import LayerPolicy, algorithms
 
-from .helpers import Request, compile_hsa, decode, request, tiny
+from .helpers import Request, compile_hsa, decode, new_cache, request, tiny
 from .reference import by_the_rule
 
 LENGTH, STEPS = 100, 24
@@ -133,3 +133,16 @@ def test_layers_follow_their_own_policies() -> None:
     sites = hsa_compile.explain(compiled).sites
     assert [(site.index, site.decision) for site in sites] == [(0, "dense"), (1, "sparse")]
     assert [layer.index for layer in hsa_compile.stats(compiled).layers] == [1]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_an_edit_that_is_told(kind: str) -> None:
+    """``hsa_compile.invalidate`` takes the cache itself; a cache that no step has met is none of its business."""
+    model = tiny("llama")
+    asked = request(1, steps=4)
+    compiled = compile_hsa(model, LayerPolicy(budget=48, page_size=16))
+    cache, fresh = (new_cache(model, kind) for _ in range(2))
+    decode(model, compiled, kind, asked, cache=cache)
+    assert hsa_compile.invalidate(fresh) == 0
+    # One a layer, and one more where the first trace took the length for a constant.
+    assert hsa_compile.invalidate(cache) == {"static": 2, "dynamic": 4}[kind]

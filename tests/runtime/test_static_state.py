@@ -224,6 +224,31 @@ def test_no_copy_of_the_cache(model: Decoder) -> None:
         assert [t.data_ptr() for t in pair.cache] == addresses
 
 
+@pytest.mark.parametrize("named", ["view", "dict", "all"])
+def test_an_uncounted_edit_that_is_told(model: Decoder, grad_mode: str, named: str) -> None:
+    """Earlier tokens change behind the last one; nothing but the call tells."""
+    step = compiled(model)
+    pair, other = Pair(model, step), Pair(model, step)
+    for each in (pair, other):
+        each.check(3)
+    assert hsa_compile.invalidate(new_cache(1)) == 0
+    pair.both(lambda k, v: k.data[:, :, :90].mul_(-1))
+    pair.both(lambda k, v: v.data[:, :, :90].mul_(-1))
+    told = {"view": (pair.cache[1][:, 0],), "dict": ({"values": pair.cache},), "all": ()}[named]
+    known = hsa_compile.invalidate(*told)
+    # Without a pool nothing depends on the values.
+    assert known == {"view": int(model.placement == "host"), "dict": 1}.get(named, known)
+    if known:
+        pair.check(3)
+    other.check(3)
+
+
+def test_what_cannot_be_invalidated() -> None:
+    with pytest.raises(TypeError, match=r"Hugging Face caches.* not str"):
+        hsa_compile.invalidate([torch.zeros(2), "model"])
+    assert hsa_compile.invalidate(nn.Linear(2, 2), []) == 0
+
+
 def test_overrun_is_an_error_and_writes_nothing(model: Decoder) -> None:
     with torch.no_grad():
         pair = Pair(model, compiled(model), length=128)
