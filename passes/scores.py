@@ -151,8 +151,11 @@ class _Walk:
             raise Mismatch("a mask is added with alpha", node)
         if name == "add" and not reaches_product(left):
             left, right = right, left
-        added = tensor(right)
-        one = added is not None and (added.ndim == 0 or same(added.shape[-1], 1))
+        added, scores = tensor(right), tensor(node)
+        one = added is not None and (
+            added.ndim == 0
+            or (same(added.shape[-1], 1) and not (scores is None or same(scores.shape[-1], 1)))
+        )
         if one or number(right) is not None:
             if self.softcap or self.sink is not None:
                 raise Mismatch(
