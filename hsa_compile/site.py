@@ -65,7 +65,8 @@ class Attention:
     ``out = softmax(cap(scale * q k^T) + mask) v``, with q ``[B, Hq, L, D]``, k ``[B, Hkv, S, D]`` and v
     ``[B, Hkv, S, Dv]``; repetition of KV heads has been looked through, query head h reads KV head h // (Hq // Hkv).
     ``anchor`` is the SDPA or softmax node, ``scores`` the node that reads the keys, ``out`` the one that reads the
-    values and is replaced; what it holds is the result ``[B, Hq, L, Dv]`` permuted by ``out_dims``. ``cap(s)`` is
+    values and is replaced; what it holds is the result ``[B, Hq, L, Dv]`` permuted by ``out_dims`` (or,
+    where it has three dimensions, with batch and heads merged into one). ``cap(s)`` is
     ``softcap * tanh(s / softcap)``, or s where ``softcap`` is 0.
     """
 

@@ -20,10 +20,10 @@ from torch import fx
 
 from hsa_compile.site import Attention, MaskTerm, Reject, Sink, Where
 
-from .graph_tools import Mismatch, argument, number, op, same, tensor, where
+from .graph_tools import VIEWS, Mismatch, argument, number, op, same, tensor, where
 from .operands import STRAIGHT, Dims, arranged, operand
 from .products import query_key, weights_values
-from .scores import LOOSE, PRODUCTS, TRANSPARENT, trace_scores
+from .scores import LOOSE, PRODUCTS, TRANSPARENT, separates_or_merges, trace_scores
 
 _UNKNOWN = {
     "flex_attention": "flex_attention is not rewritten",
@@ -78,11 +78,12 @@ def _from_sdpa(node: fx.Node, place: Where) -> Attention:
 def _from_softmax(softmax: fx.Node, place: Where) -> Attention:
     scores = tensor(argument(softmax, 0, "input"))
     dim = argument(softmax, 1, "dim")
-    if scores is None or scores.ndim != 4:
+    if scores is None or scores.ndim not in (3, 4):
         raise Mismatch(
-            "attention scores are not 4-dimensional [batch, heads, queries, keys]", softmax
+            "attention scores are neither [batch, heads, queries, keys] nor [batch * heads, queries, keys]",
+            softmax,
         )
-    if dim not in (-1, 3):
+    if dim not in (-1, scores.ndim - 1):
         raise Mismatch(f"softmax runs over dimension {dim}, not over the keys", softmax)
     walk = trace_scores(softmax)
     scored = query_key(walk.product)
@@ -170,7 +171,8 @@ def _value_product(softmax: fx.Node, sink: Sink | None) -> tuple[fx.Node, fx.Nod
         inference_dropout = name == "dropout" and (
             not argument(user, 2, "training", True) or argument(user, 1, "p", 0.5) == 0
         )
-        if not inference_dropout and name not in TRANSPARENT:
+        moved = name in VIEWS and separates_or_merges(user, node)
+        if not inference_dropout and not moved and name not in TRANSPARENT:
             reason = (
                 "dropout is active" if name == "dropout" else f"attention weights go into `{name}`"
             )

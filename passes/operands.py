@@ -196,15 +196,22 @@ def _shape_times(source: fx.Node, heads: int, repeated: torch.Tensor, single: bo
 
 def arranged(node: fx.Node, dims: Dims) -> fx.Node:
     """``node`` with its dimensions in this order: itself, or a view that is added to the graph."""
-    if dims == STRAIGHT:
-        return node
+    return node if dims == STRAIGHT else _viewed(node, "permute", *dims)
+
+
+def apart(node: fx.Node, heads: int) -> fx.Node:
+    """A view ``[B, H, ...]`` of ``node [B * H, ...]``, added to the graph."""
+    return _viewed(node, "unflatten", 0, (-1, heads))
+
+
+def _viewed(node: fx.Node, method: str, *arguments: object) -> fx.Node:
     held = tensor(node)
     after = node
     if node.op == "placeholder":
         while after.next.op == "placeholder":
             after = after.next
     with node.graph.inserting_after(after):
-        view = node.graph.call_method("permute", (node, *dims))
-    shown = None if held is None else held.permute(dims)
+        view = node.graph.call_method(method, (node, *arguments))  # type: ignore[arg-type]
+    shown = None if held is None else getattr(held, method)(*arguments)
     view.meta = {**node.meta, "example_value": shown, MADE: True}
     return view

@@ -1,6 +1,6 @@
 """The two products of attention, as ``matmul`` or as ``einsum`` in any order of dimensions.
 
-before: einsum("bqhd,bkhd->bhqk", q, k)        matmul(q, k)
+before: einsum("bqhd,bkhd->bhqk", q, k)        matmul(q, k)        bmm(q.view(B * H, L, D), k.view(B * H, S, D).mT)
 after:  q and k as [B, H, L, D]: the order in which each operand's dimensions are to be taken
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
-from .graph_tools import Mismatch, argument, op
+from .graph_tools import Mismatch, argument, modifies, op, same, tensor, writes
 from .operands import STRAIGHT, Dims
 
 
@@ -31,9 +32,9 @@ class Product:
 
 def query_key(node: fx.Node) -> Product:
     """The product that gives the scores ``[B, H, L, S]``: q as ``[B, H, L, D]`` and k as ``[B, H, S, D]``."""
-    if op(node) == "matmul":
-        q, k = _both(node, argument(node, 0, "input"), argument(node, 1, "other"))
-        return Product(q, STRAIGHT, k, (0, 1, 3, 2))
+    if op(node) in ("matmul", "baddbmm"):
+        q, q_dims, k, k_dims = _factors(node)
+        return Product(q, q_dims, k, tuple(k_dims[d] for d in (0, 1, 3, 2)))
     terms, out, operands = _einsum(node)
     for a, b in ((0, 1), (1, 0)):
         inner = set(terms[a]) & set(terms[b]) - set(out)
@@ -49,10 +50,10 @@ def query_key(node: fx.Node) -> Product:
 def weights_values(node: fx.Node, weights: fx.Node) -> Product:
     """The product of ``weights [B, H, L, S]`` with the values, v as ``[B, H, S, Dv]``."""
     if op(node) == "matmul":
-        first, v = _both(node, argument(node, 0, "input"), argument(node, 1, "other"))
-        if first is not weights:
+        if _operands(node)[0] is not weights:
             raise Mismatch("attention weights are the right operand of a product", node)
-        return Product(first, STRAIGHT, v, STRAIGHT)
+        v, v_dims = separated(_operands(node)[1])
+        return Product(weights, STRAIGHT, v, v_dims)
     terms, out, operands = _einsum(node)
     a = operands.index(weights)
     w, v_term = terms[a], terms[1 - a]
@@ -63,6 +64,57 @@ def weights_values(node: fx.Node, weights: fx.Node) -> Product:
         back = tuple((*w[:3], d).index(letter) for letter in out)
         return Product(weights, STRAIGHT, operands[1 - a], dims, back)
     raise Mismatch("the einsum of the weights is not a product with the values", node)
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    if op(node) == "baddbmm":
+        return _both(node, argument(node, 1, "batch1"), argument(node, 2, "batch2"))
+    second = argument(node, 1, "other", node.kwargs.get("mat2"))
+    return _both(node, argument(node, 0, "input"), second)
+
+
+def _factors(node: fx.Node) -> tuple[fx.Node, Dims, fx.Node, Dims]:
+    """Both operands of a product, with four dimensions where batch and heads were merged into one."""
+    first, second = _operands(node)
+    return (*separated(first), *separated(second))
+
+
+def separated(node: fx.Node) -> tuple[fx.Node, Dims]:
+    """``view([B, H, L, D], [B * H, L, D])``, perhaps transposed: what is viewed, and the order of its dimensions.
+
+    Anything else is returned as it is.
+    """
+    held = tensor(node)
+    found, dims = node, STRAIGHT
+    while held is not None and held.ndim == 3 and not modifies(found) and not writes(found):
+        source = found.args[0] if found.args else None
+        if not isinstance(source, fx.Node):
+            break
+        if merges_heads(tensor(source), tensor(found)):
+            return source, dims
+        swaps = op(found) == "getattr" and found.args[1] == "mT"
+        if op(found) == "transpose":
+            swaps = {argument(found, 1, "dim0"), argument(found, 2, "dim1")} in _SWAPS
+        if swaps:
+            dims = tuple(dims[d] for d in (0, 1, 3, 2))
+        elif op(found) != "contiguous":
+            break
+        found = source
+    return node, STRAIGHT
+
+
+_SWAPS = ({1, 2}, {-1, -2}, {1, -1}, {2, -2})
+
+
+def merges_heads(apart: torch.Tensor | None, merged: torch.Tensor | None) -> bool:
+    """Whether shapes are ``[B, H, X, Y]`` and ``[B * H, X, Y]``."""
+    return (
+        apart is not None
+        and merged is not None
+        and (apart.ndim, merged.ndim) == (4, 3)
+        and same(apart.shape[0] * apart.shape[1], merged.shape[0])
+        and all(map(same, apart.shape[2:], merged.shape[1:]))
+    )
 
 
 def _both(node: fx.Node, first: object, second: object) -> tuple[fx.Node, fx.Node]:

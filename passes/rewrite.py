@@ -246,6 +246,8 @@ class _Rewriter:
             result = self.emit.call(operator.getitem, attended, 0)
             if attention.sink is not None:
                 result = self._sunk(result, attended, attention.sink)
+            if out.ndim == 3:
+                result = self.emit.method("flatten", result, 0, 1)
             if attention.out_dims != STRAIGHT:
                 result = self.emit.method("permute", result, *attention.out_dims)
             if out.dtype != q.dtype:

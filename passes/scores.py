@@ -28,11 +28,15 @@ from .graph_tools import (
     tensor,
     writes,
 )
+from .operands import apart
+from .products import merges_heads, query_key
 
 TRANSPARENT = CASTS | {"contiguous", "clone", "detach"}
 PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
 _ELEMENTWISE = frozenset({"mul", "div", "add", "sub", "masked_fill", "where", "dropout", "tanh"})
-_OTHERS = frozenset("clamp clamp_min clamp_max clip sigmoid exp abs neg pow relu softplus".split())
+_OTHERS = frozenset(
+    "clamp clamp_min clamp_max clip max maximum sigmoid exp abs neg pow relu softplus".split()
+)
 LOOSE = TRANSPARENT | _ELEMENTWISE | _OTHERS | VIEWS | {"cat", "pad", "setitem"}
 """What scores and weights pass through in attention of any kind, understood or not."""
 
@@ -52,6 +56,7 @@ def trace_scores(softmax: fx.Node) -> Scores:
     """Raises ``Mismatch`` where the operand of ``softmax`` is not a scaled and masked product."""
     walk = _Walk(softmax)
     product, scale = walk.back(argument(softmax, 0, "input"), 1.0, softmax)
+    walk.take_masks_apart(product)
     # cap * tanh(a * s) = cap * tanh((a * cap) * s / cap)
     scale *= walk.softcap or 1.0
     return Scores(product, scale, walk.masks, walk.softcap, walk.sink)
@@ -62,6 +67,7 @@ class _Walk:
         self.softmax = softmax
         self.order = {node: i for i, node in enumerate(softmax.graph.nodes)}
         self.masks: list[MaskTerm] = []
+        self.merged: list[int] = []
         self.softcap = 0.0
         self.sink: Sink | None = None
 
@@ -76,8 +82,12 @@ class _Walk:
         """One step of the walk over a node that is not written afterwards."""
         name = op(node)
         source = argument(node, 0, "input")
+        if name == "baddbmm":
+            return self._accumulated(node, factor)
         if name in PRODUCTS:
             return node, factor
+        if name in VIEWS and separates_or_merges(node, source):
+            return self.back(source, factor, node)
         if name in TRANSPARENT or (name == "dropout" and not argument(node, 2, "training", True)):
             return self.back(source, factor, node)
         if name in ("mul", "div"):
@@ -97,6 +107,16 @@ class _Walk:
         if name in ("cat", "pad"):
             return self._joined(node, name, factor)
         raise Mismatch(f"attention scores pass through `{name}`, which is not recognised", node)
+
+    def _accumulated(self, node: fx.Node, factor: float) -> tuple[fx.Node, float]:
+        """``beta * input + alpha * (batch1 @ batch2)``"""
+        beta, alpha = (number(node.kwargs.get(name, 1)) for name in ("beta", "alpha"))
+        if beta is None or not alpha:
+            raise Mismatch("the factors of `baddbmm` are not numbers known at compile time", node)
+        added = argument(node, 0, "input")
+        if beta and op(added) not in ("zeros", "new_zeros", "zeros_like"):
+            self._term(added, factor * beta, node)
+        return node, factor * alpha
 
     def _capped(self, node: fx.Node, factor: float) -> tuple[fx.Node, float]:
         """``factor * tanh(scores)``: what follows is inside of the cap, where no mask may be."""
@@ -151,6 +171,11 @@ class _Walk:
             raise Mismatch("a mask is added with alpha", node)
         if name == "add" and not reaches_product(left):
             left, right = right, left
+        self._term(right, factor if name == "add" else -factor, node)
+        return self.back(left, factor, node)
+
+    def _term(self, right: object, factor: float, node: fx.Node) -> None:
+        """Something is added to the scores: a mask, or a number that softmax does not see."""
         added, scores = tensor(right), tensor(node)
         one = added is not None and (
             added.ndim == 0
@@ -161,13 +186,33 @@ class _Walk:
                 raise Mismatch(
                     "a number is added to scores that are capped or joined to a sink", node
                 )
-            return self.back(left, factor, node)  # the same for all keys: softmax does not see it
+            return  # the same for all keys
         if not isinstance(right, fx.Node) or added is None or reaches_product(right):
             raise Mismatch("what is added to the scores is not a mask", node)
         if not added.dtype.is_floating_point:
             raise Mismatch(f"a mask of {added.dtype} is added to the scores", node)
-        self.masks.append(MaskTerm("add", right, factor if name == "add" else -factor))
-        return self.back(left, factor, node)
+        self._mask(MaskTerm("add", right, factor), node)
+
+    def _mask(self, term: MaskTerm, scores: fx.Node) -> None:
+        mask, held = tensor(term.node), tensor(scores)
+        assert mask is not None and held is not None
+        if held.ndim == mask.ndim == 3 and not same(mask.shape[0], 1):
+            self.merged.append(len(self.masks))
+        self.masks.append(term)
+
+    def take_masks_apart(self, product: fx.Node) -> None:
+        """Masks of scores ``[B * H, L, S]`` become masks of ``[B, H, L, S]``."""
+        if not self.merged:
+            return
+        query = query_key(product)
+        held = tensor(query.first)
+        heads = None if held is None or held.ndim != 4 else held.shape[query.first_dims[1]]
+        if not isinstance(heads, int):
+            raise Mismatch("the mask has three dimensions, the scores have others", product)
+        for i in self.merged:
+            mask = self.masks[i].node
+            assert mask is not None
+            self.masks[i] = replace(self.masks[i], node=apart(mask, heads))
 
     def _filled(
         self,
@@ -193,7 +238,7 @@ class _Walk:
             raise Mismatch(
                 f"masked scores are set to {with_value:g}, which does not mask them", node
             )
-        self.masks.append(MaskTerm(kind, condition, 1.0, factor * with_value))  # type: ignore[arg-type]
+        self._mask(MaskTerm(kind, condition, 1.0, factor * with_value), node)  # type: ignore[arg-type]
         return self.back(scores, factor, node)
 
 
@@ -223,12 +268,19 @@ def _padded(node: fx.Node) -> tuple[object, Sink] | None:
     return argument(node, 0, "input"), Sink(None, value, list(widths) == [1, 0])
 
 
+def separates_or_merges(node: fx.Node, source: object) -> bool:
+    """Whether a view puts batch and heads into one dimension, or takes them apart."""
+    before, after = tensor(source), tensor(node)
+    return merges_heads(before, after) or merges_heads(after, before)
+
+
 def reaches_product(node: object, depth: int = 12) -> bool:
     """Whether scores come from a product, looking over elementwise operations only."""
     if not isinstance(node, fx.Node) or depth == 0:
         return False
     if op(node) in PRODUCTS:
         return True
-    if op(node) not in TRANSPARENT | _ELEMENTWISE:
+    merging = op(node) in VIEWS and separates_or_merges(node, argument(node, 0, "input"))
+    if op(node) not in TRANSPARENT | _ELEMENTWISE and not merging:
         return False
     return any(reaches_product(source, depth - 1) for source in node.all_input_nodes)

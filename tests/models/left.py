@@ -202,24 +202,26 @@ def softmax_over_heads(q, k, v, keys, values, at, keep):
     return scores_of(q, keys).softmax(1) @ repeat(values)
 
 
-@left("attention scores are not 4-dimensional [batch, heads, queries, keys]")
-def three_dimensions(q, k, v, keys, values, at, keep):
+@left("operand of shape (2, 1, 64): [batch, heads, tokens, size] is expected")
+def one_head_without_a_dimension(q, k, v, keys, values, at, keep):
     write(keys, values, k, v, at)
-    q, keys, values = (x.flatten(0, 1) for x in (q, repeat(keys), repeat(values)))
+    q, keys, values = q.flatten(1)[:, None], repeat(keys), repeat(values)
+    keys, values = (x.transpose(1, 2).flatten(2) for x in (keys, values))
     scores = torch.bmm(q, keys.mT).masked_fill(~keep[0], -math.inf)
     return torch.bmm(scores.softmax(-1), values)
 
 
-@left("attention scores pass through `view`, which is not recognised")
-def heads_folded_into_rows(q, k, v, keys, values, at, keep):
+@left("the factors of `baddbmm` are not numbers known at compile time")
+def product_that_counts_for_nothing(q, k, v, keys, values, at, keep):
     write(keys, values, k, v, at)
     q, keys, values = (x.flatten(0, 1) for x in (q, repeat(keys), repeat(values)))
     bias = torch.zeros(2 * HEADS, 1, CAPACITY).masked_fill(~keep[0], -math.inf)
-    scores = bias.baddbmm(q, keys.mT, beta=1.0, alpha=0.25).view(2, HEADS, 1, CAPACITY)
-    return torch.bmm(scores.softmax(-1).view(2 * HEADS, 1, CAPACITY), values)
+    return torch.bmm(bias.baddbmm(q, keys.mT, alpha=0).softmax(-1), values)
 
 
-@left("attention scores are not 4-dimensional [batch, heads, queries, keys]")
+@left(
+    "attention scores are neither [batch, heads, queries, keys] nor [batch * heads, queries, keys]"
+)
 def grouped_by_a_fifth_dimension(q, k, v, keys, values, at, keep):
     write(keys, values, k, v, at)
     scores = q.unflatten(1, (KV_HEADS, -1)) @ keys.unsqueeze(2).mT

@@ -288,6 +288,48 @@ def cap_and_sinks(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tens
     return joined.softmax(-1)[..., :-1] @ repeat(values)
 
 
+def merge(x: Tensor) -> Tensor:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def heads_merged(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    """As BART was first published: batch and heads in one dimension, apart for the mask only."""
+    q, keys, values = (
+        x.reshape(-1, x.shape[2], SIZE) for x in (q * USUAL, repeat(keys), repeat(values))
+    )
+    scores = torch.bmm(q, keys.transpose(1, 2))
+    scores = scores.view(-1, HEADS, 1, CAPACITY) + additive(keep, LOWEST)
+    weights = F.softmax(scores.view(-1, 1, CAPACITY), dim=-1)
+    weights = weights.view(-1, HEADS, 1, CAPACITY).view(-1, 1, CAPACITY)
+    return torch.bmm(F.dropout(weights, 0.1, training=False), values).view(-1, HEADS, 1, SIZE)
+
+
+def heads_merged_throughout(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    """Masks of every shape that fits, keys transposed before heads are merged."""
+    scores = merge(q) @ merge(repeat(keys).transpose(2, 3)) * USUAL
+    scores = scores.masked_fill(~keep[0, 0], -math.inf).masked_fill(~keep[0], -math.inf)
+    scores = scores + merge(ALIBI.expand(q.shape[0], -1, -1, -1))
+    scores = scores.masked_fill(~merge(PADDED.expand(-1, HEADS, -1, -1)), -math.inf)
+    return (scores.softmax(2) @ merge(repeat(values))).unflatten(0, (-1, HEADS))
+
+
+def baddbmm(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    """As Bloom has it: the bias of ALiBi is what the product is added to."""
+    alibi = merge(ALIBI.expand(q.shape[0], -1, -1, -1))
+    q, keys, values = (merge(x) for x in (q, repeat(keys), repeat(values)))
+    scores = alibi.baddbmm(batch1=q, batch2=keys.transpose(-1, -2), beta=0.5, alpha=0.4)
+    scores = scores.view(-1, HEADS, 1, CAPACITY).masked_fill(~keep, -math.inf)
+    return (merge(scores.softmax(-1)) @ values).view(-1, HEADS, 1, SIZE)
+
+
+def baddbmm_of_zeros(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
+    q, keys = merge(q), merge(repeat(keys))
+    nothing = torch.zeros(q.shape[0], 1, CAPACITY, dtype=q.dtype)
+    scores = torch.baddbmm(nothing, q, keys.mT, beta=1.0, alpha=USUAL)
+    scores = scores.view(-1, HEADS, 1, CAPACITY) + additive(keep)
+    return scores.softmax(-1) @ repeat(values)
+
+
 def _alibi(keep: Tensor) -> Tensor:
     return ALIBI.masked_fill(~keep, -math.inf)
 
@@ -329,6 +371,10 @@ SPELLINGS = (
     Spelling(largest_subtracted),
     Spelling(one_minus_mask),
     Spelling(mask_and_bias, mask=lambda keep: _alibi(keep & PADDED)),
+    Spelling(heads_merged),
+    Spelling(heads_merged_throughout, mask=lambda keep: _alibi(keep & PADDED)),
+    Spelling(baddbmm, 0.4, lambda keep: (0.5 * ALIBI).masked_fill(~keep, -math.inf)),
+    Spelling(baddbmm_of_zeros),
     Spelling(soft_cap, softcap=0.5),
     Spelling(soft_cap_then_bias, 1.2, _alibi, softcap=0.6),
     Spelling(sinks, sink=SINKS),
