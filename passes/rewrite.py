@@ -25,14 +25,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from hsa_compile import algorithms, compat
+from hsa_compile import algorithms
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.site import CacheUpdate, LayerPlan, Sink
 
 from .emit import Emitter
-from .graph_tools import memory, modifies, op, same, tensor, value, writes
+from .graph_tools import modifies, op, tensor
 from .masks import Masks
 from .operands import STRAIGHT
+from .pools import Pool, append, pool_inputs, read_pages
+from .positions import Positions
 
 _HSA = torch.ops.hsa
 
@@ -55,18 +57,6 @@ class SparseSite:
     def counted(self) -> int:
         """Numbers that are counted for it."""
         return 5 if self.plan.pool_slots else 2
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The inputs that hold a cache's pages on the device (see ``hsa_compile.ops.diff``)."""
-
-    table: fx.Node
-    owner: fx.Node
-    used: fx.Node
-    clock: fx.Node
-    keys: fx.Node
-    values: fx.Node
 
 
 @dataclass(frozen=True)
@@ -94,8 +84,8 @@ class _Rewriter:
         self.gm, self.graph, self.plans = gm, gm.graph, plans
         self.emit = Emitter(gm.graph, fake_mode)
         self.masks = Masks(self.emit)
+        self.positions = Positions(self.emit, plans)
         self.made: dict[object, fx.Node] = {}
-        self.capacity: dict[fx.Node, int] = {}
         self.result = Rewritten()
         self.counts: list[tuple[fx.Node, fx.Node | None]] = []
         self.states: dict[tuple[object, ...], State] = {}
@@ -103,11 +93,10 @@ class _Rewriter:
     def run(self) -> Rewritten:
         output = next(iter(reversed(self.graph.nodes)))
         self.result.outputs = len(output.args[0])  # type: ignore[arg-type]
-        self._least_capacities()
         for plan in self.plans:
             grown = plan.site.keys.kind == "dynamic"
             for cache in (plan.site.keys, plan.site.values):
-                self._guard_capacity(cache)
+                self.positions.guard(cache)
             keys = self._grow(plan.site.keys) if grown else plan.site.attention.k
             values = self._grow(plan.site.values) if grown else plan.site.attention.v
             self._attention(plan, keys, values)
@@ -163,36 +152,6 @@ class _Rewriter:
                     self.graph.erase_node(cache.base)
                     self.made.pop(cache.write)
 
-    # -- static caches
-
-    def _least_capacities(self) -> None:
-        """Layers may share a position and differ in capacity: nothing is written where one would overrun."""
-        for plan in self.plans:
-            for cache in (plan.site.keys, plan.site.values):
-                position, tokens = cache.position, _capacity(cache)
-                if isinstance(position, fx.Node) and isinstance(tokens, int):
-                    self.capacity[position] = min(tokens, self.capacity.get(position, tokens))
-
-    def _guard_capacity(self, cache: CacheUpdate) -> None:
-        """On a CPU, let the position of the model's write pass a check first."""
-        position = cache.position
-        held = tensor(position)
-        if held is None or held.device.type != "cpu" or not isinstance(position, fx.Node):
-            return
-        capacity = self.capacity.get(position)
-        if capacity is None:
-            return
-        changes = bool(writes(memory(position)))
-        key = ("checked", position, cache.counts_from_end, cache.write if changes else None)
-        if key not in self.made:
-            first = next(node for node in self.graph.nodes if node.op != "placeholder")
-            defined = first if position.op == "placeholder" else position.next
-            with self.graph.inserting_before(cache.write if changes else defined):
-                self.made[key] = self.emit.call(
-                    _HSA.checked_position.default, position, capacity, cache.counts_from_end
-                )
-        cache.write.replace_input_with(position, self.made[key])
-
     # -- attention
 
     def _attention(self, plan: LayerPlan, keys: fx.Node, values: fx.Node) -> None:
@@ -202,7 +161,7 @@ class _Rewriter:
         page_major = not isinstance(read.shape[2], int)
         with self.graph.inserting_before(attention.out):
             bias, bits = self.masks.packed(attention.masks, keys, read, policy.page_size)
-            position = self._position(plan.site.keys, keys, read)
+            position = self.positions.of(plan.site.keys, keys, read)
             described: tuple[object, ...] = (
                 *(keys, bits, position, policy.algorithm, policy.page_size),
                 *((values, plan.pool_slots) if plan.pool_slots else ()),
@@ -232,7 +191,7 @@ class _Rewriter:
             paged: tuple[object, ...] = (keys, values, ids, None)
             moved = None
             if state.pool is not None:
-                paged, moved = self._paged(plan, keys, values, ids, position, state.pool)
+                paged, moved = read_pages(self.emit, plan, keys, values, ids, position, state.pool)
             attended = self.emit.call(
                 _HSA.sparse_attention.default,
                 attention.q,
@@ -305,70 +264,11 @@ class _Rewriter:
         pool: Pool | None = None
         tail: tuple[fx.Node, ...] = ()
         if plan.pool_slots:
-            pool = self._pool(plan, number)
-            k, v = (
-                self._new_token(cache, held, position)
-                for cache, held in ((plan.site.keys, keys), (plan.site.values, values))
-            )
-            written = (covered, pool.table, pool.owner, pool.keys, pool.values)
-            arguments = (keys, values, k, v, bits, position, *written, policy.page_size)
-            self.emit.call(_HSA.append.default, *arguments)
-            tail = (self.emit.method("select", pool.keys, 2, plan.pool_slots - 1),)
+            pool = pool_inputs(self.emit, plan, number)
+            tail = (append(self.emit, plan, keys, values, bits, position, covered, pool),)
         arguments = (keys, bits, position, *made, policy.algorithm, policy.page_size, *tail)
         self.emit.call(_HSA.summarize.default, *arguments)
         return State(summary, pool)
-
-    # -- the host tier
-
-    def _pool(self, plan: LayerPlan, number: int) -> Pool:
-        """Inputs for the pages of one cache that are on the device."""
-        read, value = (
-            node.meta["example_value"] for node in (plan.site.attention.k, plan.site.attention.v)
-        )
-        rows, slots, page = tuple(read.shape[:2]), plan.pool_slots, plan.policy.page_size
-        pages = -(-read.shape[2] // page)
-        inputs = {
-            "table": ((pages,), torch.int32),
-            "owner": ((slots,), torch.int32),
-            "used": ((slots,), torch.int32),
-            "clock": ((), torch.int32),
-            "keys": ((slots, page, read.shape[3]), read.dtype),
-            "values": ((slots, page, value.shape[3]), value.dtype),
-        }
-        return Pool(
-            **{
-                name: self.emit.input(f"hsa_pool_{name}_{number}", rows + shape, dtype, read.device)
-                for name, (shape, dtype) in inputs.items()
-            }
-        )
-
-    def _new_token(self, cache: CacheUpdate, held: fx.Node, position: fx.Node) -> fx.Node:
-        """The token at ``position``, ``[B, Hkv, 1, D]`` in the dtype of the cache."""
-        new, full = tensor(cache.new), tensor(held)
-        assert new is not None and full is not None
-        if tuple(new.shape) != (*full.shape[:2], 1, full.shape[3]) or _may_pass(cache, full):
-            return self.emit.call(torch.index_select, held, 2, position)
-        return (
-            cache.new if new.dtype == full.dtype else self.emit.method("to", cache.new, full.dtype)
-        )
-
-    def _paged(
-        self,
-        plan: LayerPlan,
-        keys: fx.Node,
-        values: fx.Node,
-        ids: fx.Node,
-        position: fx.Node,
-        pool: Pool,
-    ) -> tuple[tuple[object, ...], fx.Node]:
-        """Bring the selected pages into the pool: what attention reads, and how many pages stayed and moved."""
-        page = plan.policy.page_size
-        state = (pool.table, pool.owner, pool.used, pool.clock)
-        found = self.emit.call(_HSA.diff.default, ids, position, page, *state)
-        slots, loads, moved = (self.emit.call(operator.getitem, found, i) for i in range(3))
-        moving = (keys, values, loads, moved, pool.keys, pool.values, page)
-        self.emit.call(_HSA.fetch.default, *moving)
-        return (pool.keys, pool.values, ids, slots), moved
 
     def _budget(self, plan: LayerPlan, keys: fx.Node) -> tuple[object, object]:
         if not plan.fraction or plan.slots:
@@ -381,46 +281,6 @@ class _Rewriter:
         pages = self.emit.call(operator.floordiv, scaled, unit)
         forced = forced_pages(plan.policy.sink, plan.policy.recent, plan.policy.page_size)
         return self.emit.call(operator.add, pages, forced), 0  # the fraction is the budget
-
-    def _position(self, cache: CacheUpdate, keys: fx.Node, read: torch.Tensor) -> fx.Node:
-        """Where the new token is, ``[1]`` int64; what the write saw, if the model counts in place.
-
-        A write behind the part of the cache that attention reads counts as one to the last token of that part.
-        """
-        position: object = cache.position
-        counted = isinstance(position, fx.Node) and bool(writes(memory(position)))
-        from_end = cache.counts_from_end and not isinstance(position, int)
-        bounded = _may_pass(cache, read)
-        key = (
-            *("position", keys if position is None else position, read.device),
-            *(counted and cache.write, from_end and str(_capacity(cache)), bounded and keys),
-        )
-        if key in self.made:
-            return self.made[key]
-        if position is None:
-            position = self.emit.call(operator.sub, self.emit.method("size", keys, 2), 1)
-        held = tensor(position)
-        if held is None:
-            made = self.emit.call(torch.full, (1,), position, dtype=torch.int64, device=read.device)
-        elif counted:
-            with self.graph.inserting_before(cache.write):
-                made = self.emit.call(torch.clone, self.emit.call(torch.reshape, position, (1,)))
-        else:
-            made = self.emit.call(torch.reshape, position, (1,))
-        if held is not None and held.dtype != torch.int64:
-            made = self.emit.method("to", made, torch.int64)
-        if from_end:
-            capacity = _capacity(cache)
-            if not isinstance(capacity, int):
-                capacity = self.emit.method("size", *cache.along)
-            counted_on = self.emit.call(operator.add, made, capacity)
-            negative = self.emit.call(operator.lt, made, 0)
-            made = self.emit.call(torch.where, negative, counted_on, made)
-        if bounded:
-            last = self.emit.call(operator.sub, self.emit.method("size", keys, 2), 1)
-            made = self.emit.method("clamp", made, None, last)
-        self.made[key] = made
-        return made
 
     # -- counters
 
@@ -448,20 +308,6 @@ class _Rewriter:
         if moved is not None:
             return call(torch.cat, (sums, call(torch.sum, moved, (0, 1))))
         return sums if width == 2 else call(torch.nn.functional.pad, sums, (0, width - 2))
-
-
-def _capacity(cache: CacheUpdate) -> object:
-    """Tokens of the tensor that is written, an int or a SymInt."""
-    written, dim = cache.along
-    return written.meta["example_value"].shape[dim]
-
-
-def _may_pass(cache: CacheUpdate, read: torch.Tensor) -> bool:
-    """Whether a token may be written behind the part of the cache that attention reads."""
-    if cache.position is None or same(_capacity(cache), read.shape[2]):
-        return False
-    held = value(cache.position)
-    return isinstance(held, torch.Tensor) or not compat.statically_known_true(held < read.shape[2])
 
 
 _FRESH = frozenset({"matmul", "mul", "div", "add", "sub", "masked_fill", "where", "softmax"})

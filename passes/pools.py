@@ -1,0 +1,107 @@
+"""The host tier in the graph: a pool of pages of each cache, and the ops that keep it and read from it.
+
+before: o = sparse_attention(q, keys, values, ids, None, ...)
+after:  append(keys, values, k, v, bits, pos, covered!, pool!); ...
+        slots, loads, moved = diff(ids, pos, pool!); fetch(keys, values, loads, moved, pool!)
+        o = sparse_attention(q, pool keys, pool values, ids, slots, ...)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from hsa_compile.site import CacheUpdate, LayerPlan
+
+from .emit import Emitter
+from .graph_tools import tensor
+from .positions import may_pass
+
+_HSA = torch.ops.hsa
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The inputs that hold a cache's pages on the device (see ``hsa_compile.ops.diff``)."""
+
+    table: fx.Node
+    owner: fx.Node
+    used: fx.Node
+    clock: fx.Node
+    keys: fx.Node
+    values: fx.Node
+
+
+def pool_inputs(emit: Emitter, plan: LayerPlan, number: int) -> Pool:
+    """Inputs for the pages of one cache that are on the device."""
+    read, value = (
+        node.meta["example_value"] for node in (plan.site.attention.k, plan.site.attention.v)
+    )
+    rows, slots, page = tuple(read.shape[:2]), plan.pool_slots, plan.policy.page_size
+    pages = -(-read.shape[2] // page)
+    inputs = {
+        "table": ((pages,), torch.int32),
+        "owner": ((slots,), torch.int32),
+        "used": ((slots,), torch.int32),
+        "clock": ((), torch.int32),
+        "keys": ((slots, page, read.shape[3]), read.dtype),
+        "values": ((slots, page, value.shape[3]), value.dtype),
+    }
+    return Pool(
+        **{
+            name: emit.input(f"hsa_pool_{name}_{number}", rows + shape, dtype, read.device)
+            for name, (shape, dtype) in inputs.items()
+        }
+    )
+
+
+def append(
+    emit: Emitter,
+    plan: LayerPlan,
+    keys: fx.Node,
+    values: fx.Node,
+    bits: fx.Node,
+    position: fx.Node,
+    covered: fx.Node,
+    pool: Pool,
+) -> fx.Node:
+    """Put this step's token into the pool; returns the keys of the page that it is in, ``[B, Hkv, T, D]``."""
+    k, v = (
+        _new_token(emit, cache, held, position)
+        for cache, held in ((plan.site.keys, keys), (plan.site.values, values))
+    )
+    written = (covered, pool.table, pool.owner, pool.keys, pool.values)
+    arguments = (keys, values, k, v, bits, position, *written, plan.policy.page_size)
+    emit.call(_HSA.append.default, *arguments)
+    return emit.method("select", pool.keys, 2, plan.pool_slots - 1)
+
+
+def _new_token(emit: Emitter, cache: CacheUpdate, held: fx.Node, position: fx.Node) -> fx.Node:
+    """The token at ``position``, ``[B, Hkv, 1, D]`` in the dtype of the cache."""
+    new, full = tensor(cache.new), tensor(held)
+    assert new is not None and full is not None
+    if tuple(new.shape) != (*full.shape[:2], 1, full.shape[3]) or may_pass(cache, full):
+        return emit.call(torch.index_select, held, 2, position)
+    return cache.new if new.dtype == full.dtype else emit.method("to", cache.new, full.dtype)
+
+
+def read_pages(
+    emit: Emitter,
+    plan: LayerPlan,
+    keys: fx.Node,
+    values: fx.Node,
+    ids: fx.Node,
+    position: fx.Node,
+    pool: Pool,
+) -> tuple[tuple[object, ...], fx.Node]:
+    """Bring the selected pages into the pool: what attention reads, and how many pages stayed and moved."""
+    page = plan.policy.page_size
+    state = (pool.table, pool.owner, pool.used, pool.clock)
+    found = emit.call(_HSA.diff.default, ids, position, page, *state)
+    slots, loads, moved = (emit.call(operator.getitem, found, i) for i in range(3))
+    moving = (keys, values, loads, moved, pool.keys, pool.values, page)
+    emit.call(_HSA.fetch.default, *moving)
+    return (pool.keys, pool.values, ids, slots), moved

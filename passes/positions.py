@@ -1,0 +1,112 @@
+"""Where tokens are written: one position for all that need it, counted from the start, and checked before the write.
+
+before: cache[:, :, pos] = k                       (pos may be negative, a number, counted in place, ...)
+after:  checked = checked_position(pos, capacity); cache[:, :, checked] = k
+        position = where(checked < 0, checked + capacity, checked)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from hsa_compile import compat
+from hsa_compile.site import CacheUpdate, LayerPlan
+
+from .emit import Emitter
+from .graph_tools import memory, same, tensor, value, writes
+
+
+class Positions:
+    """Makes positions, each once for all layers that share it."""
+
+    def __init__(self, emit: Emitter, plans: Iterable[LayerPlan]) -> None:
+        self.emit = emit
+        self.made: dict[object, fx.Node] = {}
+        # Layers may share a position and differ in capacity: nothing is written where one would overrun.
+        self.capacity: dict[fx.Node, int] = {}
+        for plan in plans:
+            for cache in (plan.site.keys, plan.site.values):
+                position, tokens = cache.position, _capacity(cache)
+                if isinstance(position, fx.Node) and isinstance(tokens, int):
+                    self.capacity[position] = min(tokens, self.capacity.get(position, tokens))
+
+    def guard(self, cache: CacheUpdate) -> None:
+        """On a CPU, let the position of the model's write pass a check first."""
+        position = cache.position
+        held = tensor(position)
+        if held is None or held.device.type != "cpu" or not isinstance(position, fx.Node):
+            return
+        capacity = self.capacity.get(position)
+        if capacity is None:
+            return
+        changes = bool(writes(memory(position)))
+        key = ("checked", position, cache.counts_from_end, cache.write if changes else None)
+        if key not in self.made:
+            first = next(node for node in self.emit.graph.nodes if node.op != "placeholder")
+            defined = first if position.op == "placeholder" else position.next
+            with self.emit.graph.inserting_before(cache.write if changes else defined):
+                self.made[key] = self.emit.call(
+                    torch.ops.hsa.checked_position.default,
+                    position,
+                    capacity,
+                    cache.counts_from_end,
+                )
+        cache.write.replace_input_with(position, self.made[key])
+
+    def of(self, cache: CacheUpdate, keys: fx.Node, read: torch.Tensor) -> fx.Node:
+        """Where the new token is, ``[1]`` int64; what the write saw, if the model counts in place.
+
+        A write behind the part of the cache that attention reads counts as one to the last token of that part.
+        """
+        position: object = cache.position
+        counted = isinstance(position, fx.Node) and bool(writes(memory(position)))
+        from_end = cache.counts_from_end and not isinstance(position, int)
+        bounded = may_pass(cache, read)
+        key = (
+            *("position", keys if position is None else position, read.device),
+            *(counted and cache.write, from_end and str(_capacity(cache)), bounded and keys),
+        )
+        if key in self.made:
+            return self.made[key]
+        if position is None:
+            position = self.emit.call(operator.sub, self.emit.method("size", keys, 2), 1)
+        held = tensor(position)
+        if held is None:
+            made = self.emit.call(torch.full, (1,), position, dtype=torch.int64, device=read.device)
+        elif counted:
+            with self.emit.graph.inserting_before(cache.write):
+                made = self.emit.call(torch.clone, self.emit.call(torch.reshape, position, (1,)))
+        else:
+            made = self.emit.call(torch.reshape, position, (1,))
+        if held is not None and held.dtype != torch.int64:
+            made = self.emit.method("to", made, torch.int64)
+        if from_end:
+            capacity = _capacity(cache)
+            if not isinstance(capacity, int):
+                capacity = self.emit.method("size", *cache.along)
+            counted_on = self.emit.call(operator.add, made, capacity)
+            negative = self.emit.call(operator.lt, made, 0)
+            made = self.emit.call(torch.where, negative, counted_on, made)
+        if bounded:
+            last = self.emit.call(operator.sub, self.emit.method("size", keys, 2), 1)
+            made = self.emit.method("clamp", made, None, last)
+        self.made[key] = made
+        return made
+
+
+def _capacity(cache: CacheUpdate) -> object:
+    """Tokens of the tensor that is written, an int or a SymInt."""
+    written, dim = cache.along
+    return written.meta["example_value"].shape[dim]
+
+
+def may_pass(cache: CacheUpdate, read: torch.Tensor) -> bool:
+    """Whether a token may be written behind the part of the cache that attention reads."""
+    if cache.position is None or same(_capacity(cache), read.shape[2]):
+        return False
+    held = value(cache.position)
+    return isinstance(held, torch.Tensor) or not compat.statically_known_true(held < read.shape[2])
