@@ -68,16 +68,12 @@ _OPTIONAL = ("pad_token_id", "bos_token_id", "eos_token_id", "head_dim", "num_ke
 """Fields that are given even where the default is None."""
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
 
-_LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
-
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 16},
-    "bigbird_pegasus": {"attention_type": "original_full"},
-    "big_bird": {"attention_type": "original_full"},
+    **_fields({"attention_type": "original_full"}, "big_bird bigbird_pegasus"),
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
-    "cpmant": {"dim_head": 16, "dim_ff": 96},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {
@@ -90,6 +86,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "deepseek_v4": {"o_lora_rank": 16},
+    "dory": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        **_fields(1, "n_input_layers n_recurrent_layers n_output_layers"),
+    },
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,
@@ -101,21 +103,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "shared_experts_intermediate_size": 32,
         "head_dim": 24,
     },
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "dory": {
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        **_fields(1, "n_input_layers n_recurrent_layers n_output_layers"),
-    },
-    "gemma4_text": {"global_head_dim": 16},
-    "gemma4_unified_text": {"global_head_dim": 16},
+    **_fields({"global_head_dim": 16}, "gemma4_text gemma4_unified_text"),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
-    "granitemoehybrid": _LINEAR_AND_FULL,
-    "inkling2_loop_text": {"unpadded_vocab_size": VOCABULARY, "swa_head_dim": 16},
-    "inkling2_text": {"unpadded_vocab_size": VOCABULARY, "swa_head_dim": 16},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    **_fields(
+        {"unpadded_vocab_size": VOCABULARY, "swa_head_dim": 16}, "inkling2_loop_text inkling2_text"
+    ),
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **_fields({"layer_types": ["conv", "full_attention"]}, "lfm2 lfm2_moe"),
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
     "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2},
@@ -127,7 +122,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "reformer": {"axial_pos_embds": False, "attention_head_size": 16},
     "roc_bert": {"pronunciation_vocab_size": VOCABULARY, "shape_vocab_size": VOCABULARY},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layer_types": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
@@ -136,8 +130,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 DROPPED: dict[str, tuple[str, ...]] = {
     "falcon": ("head_dim",),
     "prophetnet": ("num_hidden_layers",),
-    "xlnet": ("max_position_embeddings",),
-    "xlstm": ("v_head_dim",),
 }
 """Fields that a family derives from others and refuses to be given."""
 
@@ -157,6 +149,7 @@ BROKEN: dict[str, dict[str, str]] = {
     "gpt_neo": {
         "static": "its masks count from the end of the cache, so that all of it is attended"
     },
+    "minimax": {"static": "it refuses a cache that is not of its own class"},
     "prophetnet": {"static": "its mask is as long as the prompt, not as the cache"},
     "xlm": dict.fromkeys(("static", "dynamic"), "its mask is made for a text without a cache"),
 }
@@ -181,11 +174,10 @@ _WRAPPERS = {
 _ENCODERS = "images or audio are read by an encoder that must be built too"
 
 NOT_SURVEYED: dict[str, str] = {
-    **{name: f"multimodal; the part that decodes is `{text}`" for name, text in _WRAPPERS.items()},
+    **{name: f"multimodal; its text is decoded as in `{text}`" for name, text in _WRAPPERS.items()},
     **_fields(_ENCODERS, "git mllama musicgen musicgen_melody"),
     **_fields("no cache of keys and values: its state is its own", "reformer rwkv xlnet xlstm"),
     "openai-gpt": "no cache: every step reads the whole text",
-    "minimax": "refuses every cache that is not of its own class",
     "cpmant": "puts a prompt of its own before every call, so that no step agrees with its cache",
     "blt": "bytes are put together to patches by further models",
     **_fields(
@@ -240,4 +232,6 @@ def new_cache(model: Any, kind: str, capacity: int) -> Any:
     """The ``static`` or ``dynamic`` cache that ``generate`` would make: it knows the layers that slide."""
     if kind == "static":
         return transformers.StaticCache(config=model.config, max_cache_len=capacity)
+    if model.config.model_type == "minimax":
+        return transformers.models.minimax.modeling_minimax.MiniMaxCache()
     return transformers.DynamicCache(config=model.config)
