@@ -30,15 +30,16 @@ padded on the left and on the right. The logits are compared with those of the m
 | in the table | means |
 |---|---|
 | rewritten | attention of all layers reads selected pages |
-| layer 1 of 0, 1 | this one does; why the others do not is in the next column |
+| partly: layer 1, not 0 | that layer does; the reason is the one for which the other does not |
 | dense | every cache holds no more than the budget, so there is nothing to select |
 | left | runs as the model wrote it, for the reason given |
 | none | no attention over a cache is found: recurrent layers, or Dynamo captured no graph with one |
 | eager fails | the model fails, or is wrong, with this cache before it is compiled |
 | error | the largest difference of a logit, relative to the largest logit or to 1 |
 
-Layers are numbers of the tiny model. Caches are those that `generate` makes: of layers that slide they keep the window
-only, which is within any useful budget. Made by
+Layers are numbers of the tiny model. Several reasons are those of several graphs: a window, say, is dense until it is
+full. Caches are those that `generate` makes: of layers that slide they keep the window only, which is within any useful
+budget. Made by
 """
 
 
@@ -85,7 +86,7 @@ def page(results: Iterable[dict[str, Any]], others: dict[str, str], old: str = "
         "",
         "| family | static cache | dynamic cache | why | error |",
         "|---|---|---|---|---|",
-        *(rows[family] for family in sorted(rows)),
+        *(rows[family] for family in sorted(rows, key=lambda name: name.strip("`"))),
         "",
         "## Not surveyed",
         "",
@@ -106,10 +107,14 @@ def row(family: str, results: list[dict[str, Any]]) -> str:
             for reason, layers in why(result).items():
                 if kind not in reasons[reason, layers]:
                     reasons[reason, layers].append(kind)
-    notes = []
+    places = defaultdict(list)
     for (reason, layers), kinds in reasons.items():
         place = [*(kinds if len(kinds) < len(KINDS) else []), *([layers] if layers else [])]
-        notes.append(f"{', '.join(place)}: {reason}" if place else reason)
+        places[", ".join(place)].append(reason)
+    notes = [
+        f"{place}: {' / '.join(found)}" if place else " / ".join(found)
+        for place, found in places.items()
+    ]
     errors = [result["error"] for result in results if "error" in result]
     error = f"{max(errors):.0e}" if errors else ""
     return f"| {family} | {' | '.join(cells)} | {'; '.join(notes)} | {error} |"
@@ -138,7 +143,8 @@ def verdict(result: dict[str, Any]) -> str:
     if len(sparse) == len(by_layer):
         return "rewritten"
     if sparse:
-        return f"{named(sparse)} of {', '.join(map(str, by_layer))}"
+        others = [layer for layer in by_layer if layer not in sparse]
+        return f"partly: {named(sparse)}, not {', '.join(map(str, others))}"
     decisions = [{decided for decided, _ in found} for found in by_layer.values()]
     return "dense" if all("dense" in found for found in decisions) else "left"
 
