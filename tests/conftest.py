@@ -35,6 +35,19 @@ SEED = int(os.environ.get("HSA_TEST_SEED", "0"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption(
+        "--write-models",
+        action="store_true",
+        help="write docs/models.md from the results of tests/models/test_families.py",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist send their results to the process that started them.
+    if config.getoption("--write-models") and not hasattr(config, "workerinput"):
+        from tests.models.table import Table
+
+        config.pluginmanager.register(Table())
 
 
 def pytest_report_header() -> list[str]:

@@ -146,20 +146,25 @@ def decode(
     cache = new_cache(model, kind, request.mask.shape[1]) if cache is None else cache
     name, length = cache_argument(model), request.length
     positions = request.positions
+    placed = "position_ids" in inspect.signature(model.forward).parameters
     logits, fed = [], []
+
+    def at(start: int, stop: int) -> dict[str, Tensor]:
+        return {"position_ids": positions[:, start:stop].clone()} if placed else {}
+
     with torch.no_grad():
         prefilled = model(
             request.ids,
             attention_mask=request.mask[:, :length].clone(),
-            position_ids=positions[:, :length].clone(),
+            **at(0, length),
             **{name: cache},
         ).logits
         last = prefilled[:, -1:]
         for i in range(request.steps):
             token = last.argmax(-1) if tokens is None else tokens[:, i : i + 1].clone()
             seen = request.mask if kind == "static" else request.mask[:, : length + i + 1].clone()
-            at = positions[:, length + i : length + i + 1].clone()
-            last = step(token, attention_mask=seen, position_ids=at, **{name: cache}).logits
+            here = at(length + i, length + i + 1)
+            last = step(token, attention_mask=seen, **here, **{name: cache}).logits
             logits.append(last)
             fed.append(token)
     return Decoded(torch.cat(logits, 1), torch.cat(fed, 1))
