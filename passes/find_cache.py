@@ -115,6 +115,10 @@ def _trace(
         return _dynamic(base, node, read, what)
     if op(base) in _FUNCTIONAL:
         return _functional(base, node, read, what)
+    if op(base) in ("empty", "new_empty", "zeros", "new_zeros"):
+        raise NoCache(
+            f"the {what} are put together in this graph, perhaps from cached latents: there is no cache of {what}"
+        )
     raise NoCache(
         f"the {what} are computed in this graph by `{op(base)}`: there is no KV cache behind them"
     )
