@@ -38,13 +38,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-models",
         action="store_true",
-        help="write docs/models.md from the results of tests/models/test_families.py",
+        help="with --run-slow: write docs/models.md from what tests/models/test_families.py finds",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Workers of pytest-xdist send their results to the process that started them.
     if config.getoption("--write-models") and not hasattr(config, "workerinput"):
+        if not config.getoption("--run-slow"):
+            raise pytest.UsageError(
+                "--write-models needs --run-slow: a row is made of all its cases"
+            )
         from tests.models.table import Table
 
         config.pluginmanager.register(Table())

@@ -36,6 +36,7 @@ padded on the left and on the right. The logits are compared with those of the m
 | none | no attention over a cache is found: recurrent layers, or Dynamo captured no graph with one |
 | eager fails | the model fails, or is wrong, with this cache before it is compiled |
 | error | the largest difference of a logit, relative to the largest logit or to 1 |
+| cases | how many were run of 8: cache, attention, batch; 4 where there is `eager` attention only |
 
 Layers are numbers of the tiny model. Several reasons are those of several graphs: a window, say, is dense until it is
 full. Caches are those that `generate` makes: of layers that slide they keep the window only, which is within any useful
@@ -72,7 +73,7 @@ def page(results: Iterable[dict[str, Any]], others: dict[str, str], old: str = "
     rows = {}
     if versions in old:
         rows = {
-            line.split("|")[1].strip(): line for line in old.splitlines() if line.count("|") == 6
+            line.split("|")[1].strip(): line for line in old.splitlines() if line.count("|") == 7
         }
     by_family = defaultdict(list)
     for result in results:
@@ -84,8 +85,8 @@ def page(results: Iterable[dict[str, Any]], others: dict[str, str], old: str = "
         "",
         f"## {len(rows)} families",
         "",
-        "| family | static cache | dynamic cache | why | error |",
-        "|---|---|---|---|---|",
+        "| family | static cache | dynamic cache | why | error | cases |",
+        "|---|---|---|---|---|---|",
         *(rows[family] for family in sorted(rows, key=lambda name: name.strip("`"))),
         "",
         "## Not surveyed",
@@ -117,7 +118,7 @@ def row(family: str, results: list[dict[str, Any]]) -> str:
     ]
     errors = [result["error"] for result in results if "error" in result]
     error = f"{max(errors):.0e}" if errors else ""
-    return f"| {family} | {' | '.join(cells)} | {'; '.join(notes)} | {error} |"
+    return f"| {family} | {' | '.join(cells)} | {'; '.join(notes)} | {error} | {len(results)} |"
 
 
 def decision(results: list[dict[str, Any]]) -> str:

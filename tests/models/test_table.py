@@ -17,27 +17,27 @@ def test_layers_that_agree_are_not_named() -> None:
     static = result("static", (0, *SPARSE), (1, *SPARSE), error=2e-7)
     dynamic = result("dynamic", (0, *LEFT), (1, *LEFT), error=0.0)
     assert row("ours", [static, dynamic]) == (
-        "| ours | rewritten | left | dynamic: why not | 2e-07 |"
+        "| ours | rewritten | left | dynamic: why not | 2e-07 | 2 |"
     )
 
 
 def test_layers_that_differ_are_named() -> None:
     results = [result(kind, (0, *SPARSE), (1, *LEFT)) for kind in ("static", "dynamic")]
     assert row("ours", results) == (
-        "| ours | partly: layer 0, not 1 | partly: layer 0, not 1 | layer 1: why not |  |"
+        "| ours | partly: layer 0, not 1 | partly: layer 0, not 1 | layer 1: why not |  | 2 |"
     )
 
 
 def test_attentions_that_differ_are_named() -> None:
     results = [result("static", (0, *SPARSE)), result("static", (0, *LEFT), attention="eager")]
     assert row("ours", results) == (
-        "| ours | sdpa: rewritten, eager: left |  | static: why not |  |"
+        "| ours | sdpa: rewritten, eager: left |  | static: why not |  | 2 |"
     )
 
 
 def test_what_has_no_sites() -> None:
     results = [result("static", broken="it is wrong"), result("dynamic", failed=True)]
-    assert row("ours", results) == "| ours | eager fails | **wrong** | static: it is wrong |  |"
+    assert row("ours", results) == "| ours | eager fails | **wrong** | static: it is wrong |  | 2 |"
     assert "| none |" in row("ours", [result("static")])
 
 
