@@ -213,7 +213,7 @@ def _dynamic(cat: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> Cach
     held = tensor(old)
     if held is None or held.ndim != joined.ndim:
         raise NoCache(f"the {what} are concatenated to a tensor of another number of dimensions")
-    if node is not cat:
+    if node is not cat and not _same_place(read, joined):  # such as a cast to the dtype that it has
         raise NoCache(f"the concatenated {what} are viewed before attention reads them")
     if dim % joined.ndim != 2:
         raise NoCache(f"the {what} are concatenated along dimension {dim}, not along the tokens")

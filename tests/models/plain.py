@@ -283,6 +283,14 @@ class GrowingBlock(Block):
         return self.keys, self.values
 
 
+class CastBlock(GrowingBlock):
+    """It casts what it attends to fp32, which it is, as GPT-J does."""
+
+    def update(self, k: Tensor, v: Tensor, at: Position) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(k, v, at)
+        return keys.to(torch.float32), values.float()
+
+
 class Decoder(nn.Module):
     """Two blocks over embeddings ``[B, 1, WIDTH]``; the mask is a row of a causal buffer, as in gpt-fast."""
 

@@ -123,8 +123,11 @@ def test_a_position_that_is_counted_in_place(early: bool) -> None:
 
 
 @policies
-def test_a_cache_that_grows_by_concatenation(policy: LayerPolicy) -> None:
-    seen = check(lambda: Decoder([plain.GrowingBlock(2) for _ in range(2)]).eval(), 3, policy)
+@pytest.mark.parametrize("block", [plain.GrowingBlock, plain.CastBlock])
+def test_a_cache_that_grows_by_concatenation(
+    policy: LayerPolicy, block: type[plain.GrowingBlock]
+) -> None:
+    seen = check(lambda: Decoder([block(2) for _ in range(2)]).eval(), 3, policy)
     assert seen == ["dynamic (cat)"] * 2
 
 
