@@ -132,8 +132,9 @@ class _Walk:
         """One column more than there are keys, before or behind them."""
         if self.masks or self.sink is not None or self.softcap:
             raise Mismatch("scores are masked or capped together with an attention sink", node)
+        joined = tensor(node)
         found = _padded(node) if name == "pad" else _concatenated(node)
-        if found is None:
+        if found is None or joined is None or joined.ndim != 4:
             raise Mismatch("attention scores are joined to something else than one column", node)
         scores, sink = found
         self.sink = replace(sink, factor=sink.factor * factor)

@@ -161,6 +161,15 @@ def two_sinks(q, k, v, keys, values, at, keep):
     return joined.softmax(-1)[..., :-2] @ repeat(values)
 
 
+@left("attention scores are joined to something else than one column")
+def sinks_of_merged_heads(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    q, keys, values = (x.flatten(0, 1) for x in (q, repeat(keys), repeat(values)))
+    scores = torch.bmm(q, keys.mT).masked_fill(~keep[0], -math.inf)
+    sinks = torch.linspace(-1, 1, 2 * HEADS).view(-1, 1, 1)
+    return torch.bmm(torch.cat([scores, sinks], -1).softmax(-1)[..., :-1], values)
+
+
 @left("scores are masked or capped together with an attention sink")
 def sink_under_the_mask(q, k, v, keys, values, at, keep):
     write(keys, values, k, v, at)
