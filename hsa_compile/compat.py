@@ -182,6 +182,11 @@ def _graph_pass(identity: str, ours: Callable[[torch.fx.Graph], None] | None, ch
     return GraphPass()
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for all tensors on one storage, fake ones too, while one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
 def storage_is_shared(storage: torch.UntypedStorage) -> bool:
     """Whether more than one tensor is on a storage, beside the object ``storage`` itself."""
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # type: ignore[attr-defined]

@@ -10,16 +10,16 @@ graph, in which everything is functional but for writes into inputs at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import fx
+
+from hsa_compile import compat
 
 
 def merge_equal(graph: fx.Graph) -> None:
     """Replace every node that computes what an earlier one does; what the graph returns keeps its own memory."""
     output = next(iter(reversed(graph.nodes)))
-    returned = _memory(output.all_input_nodes)
+    returned = {_memory(node) for node in output.all_input_nodes}
     seen: dict[object, fx.Node] = {}
     writes = 0
     for node in list(graph.nodes):
@@ -28,7 +28,8 @@ def merge_equal(graph: fx.Graph) -> None:
         if node.target._schema.is_mutable:
             writes += 1
         elif torch.Tag.nondeterministic_seeded not in node.target.tags:
-            if not _memory([node]) or _memory([node]) & returned:
+            memory = _memory(node)
+            if memory is None or memory in returned:
                 continue
             key = (node.target, writes, _frozen(node.args), _frozen(node.kwargs))
             first = seen.setdefault(key, node)
@@ -37,10 +38,10 @@ def merge_equal(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def _memory(nodes: Iterable[fx.Node]) -> set[int]:
-    """Storages of the tensors that the nodes hold (of one tensor each: others are let be)."""
-    held = (node.meta.get("val") for node in nodes)
-    return {value.untyped_storage()._cdata for value in held if isinstance(value, torch.Tensor)}
+def _memory(node: fx.Node) -> int | None:
+    """Stands for the storage of the tensor that a node holds; None where it does not hold one tensor."""
+    held = node.meta.get("val")
+    return compat.storage_key(held) if isinstance(held, torch.Tensor) else None
 
 
 def _frozen(argument: object) -> object:

@@ -33,7 +33,7 @@ class Product:
 def query_key(node: fx.Node) -> Product:
     """The product that gives the scores ``[B, H, L, S]``: q as ``[B, H, L, D]`` and k as ``[B, H, S, D]``."""
     if op(node) in ("matmul", "baddbmm"):
-        q, q_dims, k, k_dims = _factors(node)
+        (q, q_dims), (k, k_dims) = map(separated, _operands(node))
         return Product(q, q_dims, k, tuple(k_dims[d] for d in (0, 1, 3, 2)))
     terms, out, operands = _einsum(node)
     for a, b in ((0, 1), (1, 0)):
@@ -50,10 +50,10 @@ def query_key(node: fx.Node) -> Product:
 def weights_values(node: fx.Node, weights: fx.Node) -> Product:
     """The product of ``weights [B, H, L, S]`` with the values, v as ``[B, H, S, Dv]``."""
     if op(node) == "matmul":
-        if _operands(node)[0] is not weights:
+        first, second = _operands(node)
+        if first is not weights:
             raise Mismatch("attention weights are the right operand of a product", node)
-        v, v_dims = separated(_operands(node)[1])
-        return Product(weights, STRAIGHT, v, v_dims)
+        return Product(weights, STRAIGHT, *separated(second))
     terms, out, operands = _einsum(node)
     a = operands.index(weights)
     w, v_term = terms[a], terms[1 - a]
@@ -71,12 +71,6 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
         return _both(node, argument(node, 1, "batch1"), argument(node, 2, "batch2"))
     second = argument(node, 1, "other", node.kwargs.get("mat2"))
     return _both(node, argument(node, 0, "input"), second)
-
-
-def _factors(node: fx.Node) -> tuple[fx.Node, Dims, fx.Node, Dims]:
-    """Both operands of a product, with four dimensions where batch and heads were merged into one."""
-    first, second = _operands(node)
-    return (*separated(first), *separated(second))
 
 
 def separated(node: fx.Node) -> tuple[fx.Node, Dims]:

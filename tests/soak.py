@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -170,6 +171,14 @@ class Cache:
     def pairs(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         return (self.keys, self.twin_keys), (self.values, self.twin_values)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values, self.twin_keys, self.twin_values
+
+    def replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Other tensors in the place of all four."""
+        self.keys, self.values, self.twin_keys, self.twin_values = map(change, self.tensors)
+
 
 @dataclass
 class Run:
@@ -268,27 +277,23 @@ class Run:
         """Back to fewer tokens: a static cache keeps what it holds behind them."""
         cache.length = self.number(0, cache.length)
         if self.life.growing:
-            cache.keys, cache.twin_keys = (t[:, :, : cache.length] for t in cache.pairs[0])
-            cache.values, cache.twin_values = (t[:, :, : cache.length] for t in cache.pairs[1])
+            cache.replace(lambda tensor: tensor[:, :, : cache.length])
 
     def reset(self, cache: Cache) -> None:
         if self.life.growing:
             self.caches[0] = self.new_cache()
             return
-        for held in cache.pairs:
-            for tensor in held:
-                tensor.zero_()
+        for tensor in cache.tensors:
+            tensor.zero_()
         cache.length = 0
 
     def reorder(self, cache: Cache) -> None:
         rows = torch.randperm(self.life.batch, generator=self.random)
         if self.life.growing:
-            cache.keys, cache.twin_keys = (t[rows] for t in cache.pairs[0])
-            cache.values, cache.twin_values = (t[rows] for t in cache.pairs[1])
+            cache.replace(lambda tensor: tensor[rows])
         else:
-            for held in cache.pairs:
-                for tensor in held:
-                    tensor.copy_(tensor[rows])
+            for tensor in cache.tensors:
+                tensor.copy_(tensor[rows])
 
     def overwrite(self, cache: Cache) -> None:
         """Earlier tokens change in place; where torch does not count that, it is told."""
@@ -311,9 +316,8 @@ class Run:
 
     def told(self, cache: Cache) -> None:
         """Through ``.data``, which nothing counts."""
-        for held in cache.pairs:
-            for tensor in held:
-                tensor.data[:, :, : cache.length].mul_(-1)
+        for tensor in cache.tensors:
+            tensor.data[:, :, : cache.length].mul_(-1)
         hsa_compile.invalidate(cache.keys, cache.values)
 
     def number(self, low: int, high: int) -> int:

@@ -11,7 +11,7 @@ from hsa_compile.runtime.host_block import HostBytes
 from hsa_compile.runtime.host_memory import HostPool
 from hsa_compile.runtime.host_os import PAGE
 
-from ..runtime.test_host_memory import FakeDriver
+from ..runtime.fake_driver import FakeDriver
 
 MIB = 1 << 20
 

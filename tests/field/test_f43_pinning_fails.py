@@ -11,7 +11,7 @@ import torch
 
 from hsa_compile.runtime.host_memory import HostPool
 
-from ..runtime.test_host_memory import FakeDriver
+from ..runtime.fake_driver import FakeDriver
 
 MIB = 1 << 20
 

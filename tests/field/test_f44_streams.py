@@ -10,7 +10,7 @@ import torch
 
 from hsa_compile.runtime.host_memory import HostPool, host_pool
 
-from ..runtime.test_host_memory import FakeDriver
+from ..runtime.fake_driver import FakeDriver
 
 KIB = 1 << 10
 

@@ -48,7 +48,6 @@ budget. Made by
 class Table:
     """The plugin that gathers results and writes the page."""
 
-    started: list[dict[str, Any]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -17,7 +17,6 @@ from .reference import by_the_rule
 
 LENGTH, NEW = 40, 20
 WHOLE = {"budget": 96, "page_size": 16}
-PREFILL = f"{LENGTH} query tokens: only decoding of a single token is rewritten"
 
 
 def model(family: str = "llama") -> Any:
