@@ -8,7 +8,8 @@ after:  checked = checked_position(pos, capacity); cache[:, :, checked] = k
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -18,6 +19,24 @@ from hsa_compile.site import CacheUpdate, LayerPlan
 
 from .emit import Emitter
 from .graph_tools import memory, same, tensor, value, writes
+
+_MOST_NODES = 100
+"""Of a graph that computes a position; more are not for computing again beside the step."""
+
+
+@dataclass(frozen=True)
+class PositionOfWrite:
+    """The position of a static cache's write as a function of graph inputs, and what it must not pass."""
+
+    compute: Callable[..., torch.Tensor]
+    inputs: tuple[fx.Node, ...]
+    capacity: int
+    from_end: bool
+
+
+def checked_in_graph(device: torch.device) -> bool:
+    """Whether a look at a position within a step waits for nothing."""
+    return device.type == "cpu"
 
 
 class Positions:
@@ -38,7 +57,7 @@ class Positions:
         """On a CPU, let the position of the model's write pass a check first."""
         position = cache.position
         held = tensor(position)
-        if held is None or held.device.type != "cpu" or not isinstance(position, fx.Node):
+        if held is None or not isinstance(position, fx.Node) or not checked_in_graph(held.device):
             return
         capacity = self.capacity.get(position)
         if capacity is None:
@@ -56,6 +75,18 @@ class Positions:
                     cache.counts_from_end,
                 )
         cache.write.replace_input_with(position, self.made[key])
+
+    def of_write(self, cache: CacheUpdate) -> PositionOfWrite | None:
+        """For a check before the step, where there is none in it and the position follows from inputs alone."""
+        position = cache.position
+        held = tensor(position)
+        if held is None or not isinstance(position, fx.Node) or checked_in_graph(held.device):
+            return None
+        capacity = self.capacity.get(position)
+        computed = None if capacity is None else _from_inputs(position)
+        if capacity is None or computed is None:
+            return None
+        return PositionOfWrite(*computed, capacity, cache.counts_from_end)
 
     def of(self, cache: CacheUpdate, keys: fx.Node, read: torch.Tensor) -> fx.Node:
         """Where the new token is, ``[1]`` int64; what the write saw, if the model counts in place.
@@ -96,6 +127,31 @@ class Positions:
             made = self.emit.method("clamp", made, None, last)
         self.made[key] = made
         return made
+
+
+def _from_inputs(node: fx.Node) -> tuple[fx.GraphModule, tuple[fx.Node, ...]] | None:
+    """What computes ``node`` from graph inputs, if that is little and reads nothing that was written in place."""
+    needed: dict[fx.Node, None] = {}
+    frontier = [node]
+    while frontier:
+        held = frontier.pop()
+        if held in needed:
+            continue
+        needed[held] = None
+        frontier.extend(held.all_input_nodes)
+    known = ("placeholder", "call_function", "call_method")
+    if len(needed) > _MOST_NODES or any(held.op not in known for held in needed):
+        return None
+    place = {held: i for i, held in enumerate(node.graph.nodes)}
+    ordered = sorted(needed, key=place.__getitem__)
+    if any(place[write] < place[node] for held in ordered for write in writes(memory(held))):
+        return None
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for held in ordered:
+        copies[held] = graph.node_copy(held, copies.__getitem__)
+    graph.output(copies[node])
+    inputs = tuple(held for held in ordered if held.op == "placeholder")
+    return fx.GraphModule(torch.nn.Module(), graph), inputs
 
 
 def _capacity(cache: CacheUpdate) -> object:

@@ -34,7 +34,7 @@ from .graph_tools import modifies, op, tensor
 from .masks import Masks
 from .operands import STRAIGHT
 from .pools import Pool, append, pool_inputs, read_pages
-from .positions import Positions
+from .positions import PositionOfWrite, Positions
 
 _HSA = torch.ops.hsa
 
@@ -52,6 +52,8 @@ class SparseSite:
     result: fx.Node
     owns_summary: bool
     values_input: fx.Node
+    write: PositionOfWrite | None = None
+    """Where the write's position is checked before a step rather than in it."""
 
     @property
     def counted(self) -> int:
@@ -97,9 +99,10 @@ class _Rewriter:
             grown = plan.site.keys.kind == "dynamic"
             for cache in (plan.site.keys, plan.site.values):
                 self.positions.guard(cache)
+            write = self.positions.of_write(plan.site.keys)
             keys = self._grow(plan.site.keys) if grown else plan.site.attention.k
             values = self._grow(plan.site.values) if grown else plan.site.attention.v
-            self._attention(plan, keys, values)
+            self._attention(plan, keys, values, write)
         self._drop_outputs(output)
         self._count()
         return self.result
@@ -154,7 +157,9 @@ class _Rewriter:
 
     # -- attention
 
-    def _attention(self, plan: LayerPlan, keys: fx.Node, values: fx.Node) -> None:
+    def _attention(
+        self, plan: LayerPlan, keys: fx.Node, values: fx.Node, write: PositionOfWrite | None
+    ) -> None:
         attention, policy = plan.site.attention, plan.policy
         read, q, out = tensor(attention.k), tensor(attention.q), tensor(attention.out)
         assert read is not None and q is not None and out is not None
@@ -216,7 +221,9 @@ class _Rewriter:
         self.counts.append((counts, moved))
         grown = plan.site.keys.kind == "dynamic"
         inputs = (keys, values) if grown else (plan.site.keys.base, plan.site.values.base)
-        self.result.sites.append(SparseSite(plan, inputs[0], page_major, result, owns, inputs[1]))
+        self.result.sites.append(
+            SparseSite(plan, inputs[0], page_major, result, owns, inputs[1], write)
+        )
         erase_unused(self.graph, attention.out)
 
     def _sunk(self, result: fx.Node, attended: fx.Node, sink: Sink) -> fx.Node:

@@ -6,7 +6,8 @@ With ``from_end`` a negative position is one that indexing counts from the end o
 
 Compiled indexing reports an overrun late and without a name, or not at all. On a CPU the rewrite
 passes the position of a static cache through this op before the model's own write. On a GPU looking
-at the position would wait for the device, so there the write's own device-side assertion stands.
+at the position would wait for the device; there the runtime looks before the steps that need it
+(``hsa_compile.runtime.overrun``).
 """
 
 from torch import Tensor
@@ -21,13 +22,17 @@ define("checked_position(Tensor position, SymInt capacity, bool from_end) -> Ten
 
 def checked_position(position: Tensor, capacity: int, from_end: bool) -> Tensor:
     """Raises ``CacheError`` where a position is outside ``[0, capacity)`` (or ``[-capacity, capacity)``)."""
-    at = int(position)
+    refuse_overrun(int(position), capacity, from_end)
+    return position.clone()
+
+
+def refuse_overrun(at: int, capacity: int, from_end: bool) -> None:
+    """Raises ``CacheError`` as above."""
     if not (-capacity if from_end else 0) <= at < capacity:
         raise CacheError(
             f"token {at} does not fit into a static KV cache of {capacity} tokens; nothing was written: "
             f"make the cache longer (max_cache_len >= {at + 1}) or start a new one"
         )
-    return position.clone()
 
 
 def fake(position: Tensor, capacity: IntLikeType, from_end: bool) -> Tensor:

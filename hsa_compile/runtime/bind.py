@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from hsa_compile import compat
+from hsa_compile.passes.positions import PositionOfWrite
 from hsa_compile.passes.rewrite import Rewritten, SparseSite
 
+from .overrun import OverrunCheck
 from .program import CounterBlock, GrowingBinding, Program, SiteCounter, SizeReader, SummaryBinding
 from .state import SummaryLayout
 
@@ -103,7 +105,13 @@ def _summary(
         growing=site.cache_input in grown,
         moves_to=outputs.index(cache.write.name) if cache.kind == "functional" else None,
         values=at[site.values_input] if site.plan.pool_slots else None,
+        overrun=None if site.write is None else _overrun(site.write, at),
     )
+
+
+def _overrun(write: PositionOfWrite, at: dict[fx.Node, int]) -> OverrunCheck:
+    arguments = tuple(at[node] for node in write.inputs)
+    return OverrunCheck(write.compute, arguments, write.capacity, write.from_end)
 
 
 def _told_apart(summaries: tuple[SummaryBinding, ...]) -> tuple[SummaryBinding, ...]:

@@ -1,7 +1,7 @@
 """What the host tier asks of the CUDA runtime: pinning, managed memory, and whether work is done.
 
-``torch.cuda.cudart()`` offers registration only. The rest is called in the library that torch has loaded, so that both
-see the same context and the same last error.
+``torch.cuda.cudart()`` offers registration only. The rest is called in the library that torch is linked with, so that
+both see the same context and the same last error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,10 +59,12 @@ class _Location(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The CUDA (or HIP) runtime that torch has loaded."""
-    stem = "libamdhip64" if torch.version.hip else "libcudart"
-    loaded = re.search(rf"\S*/{stem}[^/\s]*\.so[^/\s]*", Path("/proc/self/maps").read_text())
-    return ctypes.CDLL(loaded.group() if loaded else f"{stem}.so")
+    """The CUDA (or HIP) runtime that torch is linked with: a process may hold others, each with its own last error.
+
+    A library's handle also finds what the libraries that it needs define.
+    """
+    name = "libc10_hip.so" if torch.version.hip else "libc10_cuda.so"
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
 
 
 class CudaDriver:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .growing import with_room_for_one
 from .host_tier import move_to_host
+from .overrun import OverrunCheck
 from .state import OWNERS, PageState, SummaryLayout, root_of, settle, state_of
 
 SizeReader = Callable[[Sequence[object]], int]
@@ -33,6 +34,7 @@ class SummaryBinding:
     """Argument that holds the values, where the cache is placed on the host."""
     ordinal: int = 0
     """Which of several summaries of the same keys, under different masks, this is."""
+    overrun: OverrunCheck | None = None
 
     def read(self, inputs: Sequence[object]) -> tuple[Tensor, ...]:
         """The tensors of the cache that the state depends on."""
@@ -108,6 +110,8 @@ class Program:
         states = [self._state(binding, inputs, arguments) for binding in self.summaries]
         extra: list[Tensor] = []
         for binding, state in zip(self.summaries, states, strict=True):
+            if binding.overrun is not None:
+                binding.overrun(state, arguments)
             extra.extend(state.inputs(binding.pages(arguments)))
         results = self.inner(*inputs, *extra, *(block.values for block in self.blocks))
         outputs = self._assemble(results, inputs)

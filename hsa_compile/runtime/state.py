@@ -53,6 +53,8 @@ class PageState:
         self.covered = self._allocate(0, 2, torch.int64)
         self.seen: list[tuple[int | None, int]] | None = None
         self.pool: PagePool | None = None
+        self.position: int | None = None
+        """Where the last step wrote its token, as far as that was counted (``overrun``)."""
 
     def _allocate(self, pages: int, width: int, dtype: torch.dtype) -> Tensor:
         batch, heads = self.batch, self.layout.kv_heads
@@ -87,6 +89,7 @@ class PageState:
     def reset(self) -> None:
         """Forget what is covered: the next step summarises every page anew, and trusts no page of the pool."""
         self.covered[..., 1] = NEVER
+        self.position = None
 
     @property
     def memory(self) -> set[int]:

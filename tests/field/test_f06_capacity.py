@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hsa_compile
+from hsa_compile.passes import positions
 
 from ..models.helpers import cache_argument, new_cache, transformers
 from .helpers import (
@@ -128,3 +129,40 @@ def test_layers_of_different_capacity() -> None:
         compiled(*token(large, 128), *caches, torch.tensor([128]))
     for held, was in zip((t for cache in caches for t in cache), before):
         close(held, was)
+
+
+@torch.no_grad()
+def test_a_look_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does: the position is read at a cache's first step, after writes of others, and near the end."""
+    monkeypatch.setattr(positions, "checked_in_graph", lambda device: False)
+    reads: list[int] = []
+    compute = torch.aminmax
+    monkeypatch.setattr(torch, "aminmax", lambda held: reads.append(int(held)) or compute(held))
+    shape = Shape(length=90)
+    compiled = compile_hsa(Static(), LOSSLESS)
+    cache = plain_cache(shape)
+    for at in range(90, 128):
+        compiled(*token(shape, at), *cache, torch.tensor([at]))
+    assert reads == [90]
+    before = [t.clone() for t in cache]
+    for _ in range(2):
+        with pytest.raises(hsa_compile.CacheError, match=r"token 128 .* 128 tokens"):
+            compiled(*token(shape, 128), *cache, torch.tensor([128]))
+    for held, was in zip(cache, before):
+        close(held, was)
+    cache[0][:, :, 100:].zero_()
+    want = Static()(*token(shape, 100), *(t.clone() for t in cache), torch.tensor([100]))
+    close(compiled(*token(shape, 100), *cache, torch.tensor([100])), want)
+    compiled(*token(shape, 101), *cache, torch.tensor([101]))
+    assert reads == [90, 128, 128, 100]
+    with pytest.raises(hsa_compile.CacheError, match=r"token 300 .* 128 tokens"):
+        compiled(*token(shape, 0), *plain_cache(shape), torch.tensor([300]))
+
+
+@torch.no_grad()
+def test_a_position_that_the_model_counts_is_read_before_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Transformers counts in the cache: what is read is what the write will see."""
+    monkeypatch.setattr(positions, "checked_in_graph", lambda device: False)
+    test_gemma3_with_its_cache()

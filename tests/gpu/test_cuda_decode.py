@@ -169,3 +169,29 @@ def test_two_caches_and_freeing() -> None:
         del together, alone
         gc.collect()
     assert hsa_compile.summary_bytes() == 0
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_an_overrun_is_an_error_before_the_write(placement: str) -> None:
+    """Not an assertion on the device, after which nothing works any more."""
+    torch._dynamo.reset()
+    model = tiny_llama(torch.float32)
+    policy = {"budget": 128, "page_size": 16, "recent": 32, "placement": placement}
+    compiled = torch.compile(
+        model, backend="hsa", options={"policy": policy, "mode": "reduce-overhead"}
+    )
+    with torch.no_grad():
+        decode = Decode(model, "static", 2, 240, 256)
+        for _ in range(16):
+            decode.step(compiled)
+        before = [layer.keys.clone() for layer in decode.cache.layers]
+        decode.at = 0
+        for _ in range(2):
+            with pytest.raises(hsa_compile.CacheError, match=r"token 256 .* 256 tokens"):
+                decode.step(compiled)
+        for layer, was in zip(decode.cache.layers, before, strict=True):
+            assert torch.equal(layer.keys, was)
+        decode.cache.reset()
+        model(decode.tokens[:, :200], **{decode.name: decode.cache})
+        decode.at = 200
+        assert decode.step(compiled).isfinite().all()
