@@ -4,6 +4,10 @@ Random weights and a random KV cache, Hugging Face ``StaticCache``, CUDA graphs 
 measurements stand the floor, the same model with attention removed, and the honest dense best: that floor plus the KV
 cache once at the measured copy bandwidth.
 
+Variants of the host tier: ``host`` waits for every page, ``host_next_rank`` and ``host_cross_layer`` load some ahead,
+``host_without_io`` loads none, whose results are wrong and whose time is the floor. What is hidden is the share of the
+difference between the first and the last that loading ahead saves.
+
 Values matter to nothing but the pool of ``--variants host``: to how far selections of successive steps differ. So that
 a few percent of the selected pages are misses, as on pretrained models, attention adds little to the residual stream,
 and keys are weaker where the rotary embedding turns fast (``--fast``). The hit rate is in the JSON.
@@ -32,6 +36,7 @@ from benchmarks import common
 from hsa_compile.runtime.host_memory import host_bytes
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
+PREFETCH = {"host_next_rank": "next_rank", "host_cross_layer": "cross_layer"}
 
 
 def build(layers: int, tokens: int) -> Any:
@@ -119,12 +124,18 @@ def without_attention(model: Any) -> None:
 
 
 def compiled_variant(model: Any, variant: str, args: argparse.Namespace) -> Any:
-    if variant not in ("hsa", "host"):
+    if variant != "hsa" and not variant.startswith("host"):
         return torch.compile(model, mode="reduce-overhead")
     policy: dict[str, Any] = {"budget": args.budget, "page_size": args.page}
-    if variant == "host":
-        policy |= {"placement": "host", "pool": args.pool}
+    if variant != "hsa":
+        policy |= {
+            "placement": "host",
+            "pool": args.pool,
+            "prefetch": PREFETCH.get(variant, "none"),
+        }
     options = {"policy": policy, "mode": "reduce-overhead", "strict": True}
+    if variant == "host_without_io":
+        options["benchmark_without_io_wrong_results"] = True
     return torch.compile(model, backend="hsa", options=options)
 
 
@@ -173,7 +184,7 @@ def measure(
     if variant == "hsa":
         layer = hsa_compile.stats(compiled).layers[0]
         result["tokens_read_a_step"] = layer.tokens_read / layer.steps
-    if variant == "host":
+    if variant.startswith("host"):
         result |= tiers(before, hsa_compile.stats(compiled).layers)
     print(result, flush=True)
     return result, timing
@@ -184,7 +195,13 @@ def tiers(before: Any, after: Any) -> dict[str, Any]:
     moved = {
         name: sum(getattr(layer, name) for layer in after)
         - sum(getattr(layer, name) for layer in before)
-        for name in ("pages_hit", "pages_loaded", "bytes_loaded")
+        for name in (
+            "pages_hit",
+            "pages_loaded",
+            "bytes_loaded",
+            "pages_prefetched",
+            "prefetched_used",
+        )
     }
     done = after[0].steps - before[0].steps
     return {
@@ -193,6 +210,21 @@ def tiers(before: Any, after: Any) -> dict[str, Any]:
         "host_bytes": host_bytes().in_use,
         "hit_rate": moved["pages_hit"] / (moved["pages_hit"] + moved["pages_loaded"]),
         "bytes_loaded_a_step": moved["bytes_loaded"] / done,
+        "pages_prefetched_a_step": moved["pages_prefetched"] / done,
+        "prefetched_used": moved["prefetched_used"] / max(moved["pages_prefetched"], 1),
+        "pages_waited_for_a_step": moved["pages_loaded"] / done,
+    }
+
+
+def hidden_share(timings: dict[str, common.Timing]) -> dict[str, float]:
+    """(waiting - ahead) / (waiting - without IO), for each way of loading ahead."""
+    if not {"host", "host_without_io"} <= timings.keys():
+        return {}
+    waiting, floor = timings["host"].median, timings["host_without_io"].median
+    return {
+        name: (waiting - timings[name].median) / (waiting - floor)
+        for name in PREFETCH
+        if name in timings
     }
 
 
@@ -238,6 +270,7 @@ def main() -> None:
             floors = {
                 b: t["no_attention"].median for b, t in timings.items() if "no_attention" in t
             }
+            hidden = {f"batch {b}": hidden_share(t) for b, t in timings.items()}
             best = {f"batch {b}": 1e6 * (t + b * kv / bandwidth) for b, t in floors.items()}
             common.write_json(
                 "gpu_llama_decode",
@@ -246,6 +279,7 @@ def main() -> None:
                 layers=args.layers,
                 copy_bytes_per_s=bandwidth,
                 honest_dense_best_us=best,
+                io_hidden=hidden,
             )
     for batch, mine in timings.items():
         if "hsa" in mine:

@@ -1,6 +1,6 @@
 """The backend: ``torch.compile(model, backend="hsa", options={"policy": ...})``.
 
-    capture -> find attention -> find KV cache -> plan -> rewrite -> verify -> Inductor
+    capture -> find attention -> find KV cache -> plan -> schedule -> rewrite -> verify -> Inductor
 
 Every pass is a file of ``hsa_compile.passes``. What comes back to Dynamo is a :class:`Program`, which binds page
 summaries to the caches of each call.
@@ -27,6 +27,7 @@ from hsa_compile.passes.merge import merge_equal
 from hsa_compile.passes.operands import drop_unused_views
 from hsa_compile.passes.plan import plan
 from hsa_compile.passes.rewrite import Rewritten, rewrite
+from hsa_compile.passes.schedule import schedule
 from hsa_compile.passes.verify import verify
 from hsa_compile.runtime.bind import bind
 from hsa_compile.site import Attention, AttentionSite, LayerPlan, Reject
@@ -72,6 +73,7 @@ def lower_graph(gm: fx.GraphModule, example_inputs: Sequence[object], options: O
     if found:
         options.policy.needs_whole(compat.compiled_root(gm).part)
     plans = plan(find_cache(graph_module.graph, found), options.policy)
+    plans = schedule(graph_module.graph, plans)
     explanation = report(plans)
     rejected = [item for item in plans if isinstance(item, Reject)]
     if options.strict and rejected:
@@ -79,9 +81,10 @@ def lower_graph(gm: fx.GraphModule, example_inputs: Sequence[object], options: O
             "strict: attention sites were left as they were\n" + explanation.rejections()
         )
     sparse = [item for item in plans if isinstance(item, LayerPlan) and item.decision == "sparse"]
-    rewritten = (
-        rewrite(graph_module, sparse, compat.trace_mode(gm.graph)) if sparse else Rewritten()
-    )
+    rewritten = Rewritten()
+    if sparse:
+        fake_mode = compat.trace_mode(gm.graph)
+        rewritten = rewrite(graph_module, sparse, fake_mode, not options.skip_io)
     drop_unused_views(graph_module.graph)
     graph_module.recompile()
     if sparse:
@@ -97,14 +100,14 @@ def compile_graph(
     lowered.explanation.publish(log)
     sites = lowered.rewritten.sites
     bindings, inputs = bind(gm.graph, lowered.gm.graph, lowered.rewritten, example_inputs)
-    inner = _run(lowered.gm, inputs, options)
+    inner = _run(lowered.gm, inputs, options, lowered.rewritten.overlaps)
     program = bindings.program(inner) if sites else None
     registry.add(compat.compiled_root(gm).callable, example_inputs, lowered.explanation, program)
     return inner if program is None else program
 
 
 def _run(
-    gm: fx.GraphModule, inputs: Sequence[object], options: Options
+    gm: fx.GraphModule, inputs: Sequence[object], options: Options, overlaps: bool
 ) -> Callable[..., Sequence[object]]:
     if options.run == "eager":
         return gm.forward
@@ -116,9 +119,11 @@ def _run(
     identity = code_identity(options.policy.canonical())
     # On a GPU the ops stay whole, and there is nothing to merge.
     merge = None if "cuda" in devices else merge_equal
-    return compat.compile_with_inductor(
-        gm, inputs, options.inductor, ops.DECOMPOSITIONS, identity, merge
-    )
+    patches = options.inductor
+    if overlaps:
+        # What runs beside is to run as long as it can: a join is not to be moved up to free memory.
+        patches = {"reorder_for_peak_memory": False, **patches}
+    return compat.compile_with_inductor(gm, inputs, patches, ops.DECOMPOSITIONS, identity, merge)
 
 
 def decline_autograd(

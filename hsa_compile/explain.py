@@ -61,6 +61,7 @@ class Explanation:
             table.add_column(name, overflow="fold")
         for site in self.sites:
             why = site.policy if site.decision == "sparse" else site.reason
+            why += f"; {site.prefetch}" if site.prefetch else ""
             where = "/".join(site.source.rsplit("/", 2)[-2:])
             table.add_row(
                 str(site.index), site.path, site.decision, why, site.cache, site.shapes, where
@@ -128,7 +129,17 @@ def _row(item: LayerPlan | Reject) -> SiteReport:
         str(cost.dense),
         str(cost.sparse) if item.decision == "sparse" else "",
         cost.break_even,
+        _prefetch(item),
     )
+
+
+def _prefetch(plan: LayerPlan) -> str:
+    if plan.lookahead is not None:
+        behind = plan.lookahead.behind
+        return f"its pages are fetched behind {len(behind)} modules, {behind[0]} to {behind[-1]}"
+    if plan.no_lookahead:
+        return f"nothing is fetched a layer early: {plan.no_lookahead}"
+    return ""
 
 
 def _shape(tensor: torch.Tensor) -> str:

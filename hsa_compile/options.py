@@ -1,5 +1,6 @@
 """The options of ``torch.compile(..., backend="hsa")``: a few of our own, the rest Inductor's."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,8 @@ from hsa_compile import compat
 from hsa_compile.errors import OptionError, did_you_mean, listed
 from hsa_compile.policy import FIELDS, Policy
 
-OURS = ("policy", "strict", "run", "mode")
+SKIP_IO = "benchmark_without_io_wrong_results"
+OURS = ("policy", "strict", "run", "mode", SKIP_IO)
 RUNS = ("inductor", "eager")
 
 
@@ -21,12 +23,14 @@ class Options:
         strict: an attention site that stays as it was is an error.
         run: what runs the rewritten graph, "inductor" or "eager".
         inductor: config patches for Inductor, those of a mode included, by config name.
+        skip_io: leave out the copies from host memory. **Results are wrong**; a benchmark takes it for the floor.
     """
 
     policy: Policy = field(default_factory=Policy)
     strict: bool = False
     run: str = "inductor"
     inductor: Mapping[str, object] = field(default_factory=dict)
+    skip_io: bool = False
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Options:
@@ -34,9 +38,9 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
 
     Args:
         options: "policy" (anything that :meth:`Policy.load` takes), "strict" (bool), "run"
-            ("inductor" or "eager") and "mode" (``torch.compile`` refuses ``mode=`` beside
-            ``options=``). Every other key is an Inductor config name, where "-" may stand for "_",
-            and wins over what the mode says.
+            ("inductor" or "eager"), "mode" (``torch.compile`` refuses ``mode=`` beside
+            ``options=``) and "benchmark_without_io_wrong_results" (bool). Every other key is an
+            Inductor config name, where "-" may stand for "_", and wins over what the mode says.
         mode: a mode of ``torch.compile``, such as "reduce-overhead".
 
     Raises:
@@ -46,9 +50,14 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
     given = {} if options is None else options
     if not isinstance(given, Mapping):
         raise OptionError(f"options {options!r} is not valid; valid: a mapping of option names")
-    strict = given.get("strict", False)
-    if not isinstance(strict, bool):
-        raise OptionError(f"option 'strict' {strict!r} is not valid; valid: True, False")
+    strict, skip_io = (_flag(given, name) for name in ("strict", SKIP_IO))
+    if skip_io:
+        warnings.warn(
+            f"option {SKIP_IO!r} is set: pages are not loaded from host memory, and every result of placement 'host' "
+            "is wrong",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     run = given.get("run", "inductor")
     if not isinstance(run, str) or run not in RUNS:
         raise OptionError(
@@ -56,7 +65,14 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
         )
     explicit = _inductor_options({key: given[key] for key in given if key not in OURS})
     patches = {**_mode_patches(given.get("mode"), mode), **explicit}
-    return Options(Policy.load(given.get("policy")), strict, run, patches)
+    return Options(Policy.load(given.get("policy")), strict, run, patches, skip_io)
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise OptionError(f"option {name!r} {value!r} is not valid; valid: True, False")
+    return value
 
 
 def _mode_patches(option: object, keyword: object) -> dict[str, object]:

@@ -32,6 +32,8 @@ PAGE_SIZES = (16, 32, 64)
 GROUP_REDUCES = ("softmax_mean", "max")
 PLACEMENTS = ("device", "host")
 MAX_POOL = 64
+PREFETCHES = ("none", "next_rank", "cross_layer")
+MAX_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class LayerPolicy:
         placement: where the KV cache lives: "device", or "host": in pinned host memory, with a pool of pages on the
             device.
         pool: pages that the pool of placement "host" holds, as a multiple of those that a query selects (>= 1).
+        prefetch: what is loaded into it before it is known to be needed: "none"; "next_rank": for the next step, the
+            pages that just missed the selection; "cross_layer": for the next layer, the pages that its query would
+            select if it were made of this layer's input. It never changes results.
+        ahead: how many pages "next_rank" is, as a multiple of those that a query selects.
 
     Raises:
         PolicyError: a field is out of range or of the wrong type.
@@ -64,6 +70,8 @@ class LayerPolicy:
     group_reduce: str = "softmax_mean"
     placement: str = "device"
     pool: float = 2.0
+    prefetch: str = "none"
+    ahead: float = 0.25
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -90,6 +98,21 @@ class LayerPolicy:
                 f"a number from 1 to {MAX_POOL}, times the pages that a query selects",
             )
         object.__setattr__(self, "pool", float(self.pool))
+        check_choice("prefetch", self.prefetch, PREFETCHES)
+        if type(self.ahead) not in (int, float) or not 0 < self.ahead <= MAX_AHEAD:
+            refuse(
+                "ahead",
+                self.ahead,
+                f"a number above 0 and up to {MAX_AHEAD}, times the pages that a query selects",
+            )
+        object.__setattr__(self, "ahead", float(self.ahead))
+        if self.prefetch == "next_rank" and self.pool < 1 + self.ahead:
+            refuse(
+                "pool",
+                self.pool,
+                f"at least {1 + self.ahead:g} with prefetch 'next_rank' and ahead {self.ahead:g}: "
+                "the pool holds the selection and what is loaded ahead",
+            )
 
     # 1 == 1.0 in Python, but a budget of one token must never stand in for one of everything.
     def _identity(self) -> tuple[object, ...]:
@@ -149,6 +172,10 @@ def describe(policy: LayerPolicy) -> str:
         parts.append(f"placement={policy.placement}")
         if policy.algorithm != "dense":
             parts.append(f"pool={policy.pool:g}")
+            if policy.prefetch != "none":
+                parts.append(f"prefetch={policy.prefetch}")
+            if policy.prefetch == "next_rank":
+                parts.append(f"ahead={policy.ahead:g}")
     return " ".join(parts)
 
 

@@ -122,10 +122,28 @@ class AttentionSite:
 
 
 @dataclass(frozen=True)
+class Lookahead:
+    """How the query of a layer can be guessed one layer early.
+
+    ``steps`` make it of ``stream``, the residual stream that enters the layer; the guess is made of ``earlier``, the
+    one that enters the layer before, right before ``anchor``, that layer's attention. ``behind`` are the modules that
+    run between that and the layer's own attention.
+    """
+
+    stream: fx.Node
+    earlier: fx.Node
+    steps: tuple[fx.Node, ...]
+    anchor: fx.Node
+    behind: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """What becomes of one site: ``sparse`` with these numbers, or ``dense`` for a reason that is no fault.
 
     ``pool_slots`` is 0 where the cache stays on its device; else pages of a KV head's pool, the last one for the tail.
+    ``ahead`` is how many pages that just missed the selection are to be there for the next step. ``lookahead`` is how
+    pages are fetched one layer early, ``no_lookahead`` why not, where the policy asks for it.
     """
 
     site: AttentionSite
@@ -136,6 +154,9 @@ class LayerPlan:
     budget_pages: int | torch.SymInt = 0
     fraction: int = 0
     pool_slots: int = 0
+    ahead: int = 0
+    lookahead: Lookahead | None = None
+    no_lookahead: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,7 +166,8 @@ class SiteReport:
     decision: ``sparse`` (rewritten), ``dense`` (left by choice: policy, or a cache within the
     budget) or ``left`` (could not be rewritten). ``reason`` says why for the latter two. Bytes are
     those that one step reads, batch included, as sympy expressions in the cache length S;
-    ``break_even`` is the length from which sparse reads less.
+    ``break_even`` is the length from which sparse reads less. ``prefetch`` tells what pages are fetched behind, or why
+    none are fetched ahead where the policy asks for it.
     """
 
     index: int
@@ -160,3 +182,4 @@ class SiteReport:
     bytes_dense: str = ""
     bytes_sparse: str = ""
     break_even: int | None = None
+    prefetch: str = ""

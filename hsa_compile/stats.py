@@ -18,7 +18,8 @@ class LayerStats:
 
     ``tokens_read / steps`` is what one step reads of the KV cache; ``tokens_attendable / steps`` what dense attention
     would have read. The rest is of caches with ``placement="host"``, summed over batch rows and KV heads too: pages
-    selected that were in the pool, pages loaded into it, pages that lost their slot, and bytes moved from the host.
+    selected that were in the pool, pages loaded while the step waited for them, pages that lost their slot, bytes moved
+    from the host, pages loaded ahead of their selection, and how many of these were selected before they were evicted.
     """
 
     index: int
@@ -30,6 +31,14 @@ class LayerStats:
     pages_loaded: int = 0
     pages_evicted: int = 0
     bytes_loaded: int = 0
+    pages_prefetched: int = 0
+    prefetched_used: int = 0
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of the pages that were loaded and used which no step waited for; None where none was."""
+        used = self.pages_loaded + self.prefetched_used
+        return self.prefetched_used / used if used else None
 
     @property
     def hit_rate(self) -> float | None:
@@ -46,20 +55,22 @@ class Stats:
     layers: tuple[LayerStats, ...]
 
     def __str__(self) -> str:
-        table = Table(title=f"{self.steps} steps", title_justify="left")
+        table = Table(title=f"{self.steps} steps; tokens and MB are of one", title_justify="left")
         pooled = any(layer.hit_rate is not None for layer in self.layers)
-        names = ["layer", "module", "steps", "tokens read a step", "tokens attendable a step"]
-        names += ["share", *(("pool hits", "MB loaded a step") if pooled else ())]
+        names = ["layer", "module", "steps", "tokens read", "attendable"]
+        pooled_names = ("pool hits", "MB loaded", "hidden")
+        names += ["share", *(pooled_names if pooled else ())]
         for name in names:
             table.add_column(name, justify="left" if name == "module" else "right")
         for layer in self.layers:
             read, seen = layer.tokens_read / layer.steps, layer.tokens_attendable / layer.steps
             share = f"{read / seen:.1%}" if seen else "-"
             row = [str(layer.index), layer.path, str(layer.steps), f"{read:.1f}", f"{seen:.1f}"]
-            moved = ["-", "-"]
+            moved = ["-", "-", "-"]
             if layer.hit_rate is not None:
-                loaded = layer.bytes_loaded / layer.steps / 1e6
+                loaded, hidden = layer.bytes_loaded / layer.steps / 1e6, layer.hidden_share
                 moved = [f"{layer.hit_rate:.1%}", f"{loaded:.2f}"]
+                moved += ["-" if hidden is None else f"{hidden:.1%}"]
             table.add_row(*row, share, *(moved if pooled else ()))
         console = Console(width=120, no_color=True, force_terminal=False)
         with console.capture() as captured:
@@ -86,16 +97,16 @@ def stats(model: Any) -> Stats:
             for site, rows, counted in zip(
                 block.sites, block.rows, block.values.tolist(), strict=True
             ):
-                read, seen, hit, loaded, evicted = (*counted, 0, 0, 0)[:5]
+                read, seen, hit, loaded, evicted, ahead, first = (*counted, *[0] * 5)[:7]
                 if program.steps == 0:
                     continue
                 name = (site.index, site.path)
                 times[name] += 1  # a module may hold several attentions
-                total = totals.setdefault((*name, times[name]), [0.0] * 7)
+                total = totals.setdefault((*name, times[name]), [0.0] * 9)
                 total[0] += program.steps
                 total[1] += read * program.steps / rows
                 total[2] += seen * program.steps / rows
-                moved = (hit, loaded, evicted, loaded * site.page_bytes)
+                moved = (hit, loaded, evicted, (loaded + ahead) * site.page_bytes, ahead, first)
                 total[3:] = [a + b for a, b in zip(total[3:], moved, strict=True)]
     layers = tuple(
         LayerStats(index, path, int(steps), read, seen, *map(int, moved))

@@ -70,7 +70,10 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     reason = pool_limits(pool) if q.device.type == "cuda" else None
     if reason is not None:
         return Reject(site.where, reason, attention.anchor.name)
-    return LayerPlan(site, policy, "sparse", "", slots, budget, fraction, pool)
+    ahead = 0
+    if policy.prefetch == "next_rank":
+        ahead = max(0, min(math.ceil(policy.ahead * slots), pool - 1 - slots))
+    return LayerPlan(site, policy, "sparse", "", slots, budget, fraction, pool, ahead)
 
 
 def _cannot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: LayerPolicy) -> str | None:

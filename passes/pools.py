@@ -4,6 +4,13 @@ before: o = sparse_attention(q, keys, values, ids, None, ...)
 after:  append(keys, values, k, v, bits, pos, covered!, pool!); ...
         slots, loads, moved = diff(ids, pos, pool!); fetch(keys, values, loads, moved, pool!)
         o = sparse_attention(q, pool keys, pool values, ids, slots, ...)
+
+with prefetch: ids, counts = select(..., more); slots, loads, moved = diff(ids, ..., more); fetch(...)
+        held = prefetch(keys, values, loads, moved, pool!); o = sparse_attention(..., ids[..., :K], slots[..., :K])
+        ...; join_prefetch([held, loads, moved, ...], counters!)
+
+    or, one layer early: held, moved = prefetch_select(guess at q, summary, bits, ..., pool!)
+        ...; join_prefetch([held], table!, moved!); append(...); ...
 """
 
 from __future__ import annotations
@@ -96,12 +103,75 @@ def read_pages(
     ids: fx.Node,
     position: fx.Node,
     pool: Pool,
-) -> tuple[tuple[object, ...], fx.Node]:
-    """Bring the selected pages into the pool: what attention reads, and how many pages stayed and moved."""
+    more: int,
+    moves: bool,
+) -> tuple[tuple[object, ...], fx.Node, list[fx.Node]]:
+    """Bring pages into the pool: the selected ones, and beside the step the ``more`` that stand behind them.
+
+    Returns what attention reads, how many pages stayed and moved, and what the copy beside the step reads.
+    """
     page = plan.policy.page_size
     state = (pool.table, pool.owner, pool.used, pool.clock)
-    found = emit.call(_HSA.diff.default, ids, position, page, *state)
+    found = emit.call(_HSA.diff.default, ids, position, page, *state, *((more,) if more else ()))
     slots, loads, moved = (emit.call(operator.getitem, found, i) for i in range(3))
     moving = (keys, values, loads, moved, pool.keys, pool.values, page)
-    emit.call(_HSA.fetch.default, *moving)
-    return (pool.keys, pool.values, ids, slots), moved
+    held: list[fx.Node] = []
+    if moves:
+        emit.call(_HSA.fetch.default, *moving)
+    if moves and more:
+        # Behind the fetch, so that what is waited for has the bus to itself.
+        held = [emit.call(_HSA.prefetch.default, *moving), loads, moved]
+    if more:
+        selected = (..., slice(None, -more))
+        ids, slots = (emit.call(operator.getitem, x, selected) for x in (ids, slots))
+    return (pool.keys, pool.values, ids, slots), moved, held
+
+
+def fetch_early(
+    emit: Emitter,
+    plan: LayerPlan,
+    summary: fx.Node,
+    bits: fx.Node,
+    position: fx.Node,
+    pool: Pool,
+    rule: tuple[object, ...],
+) -> tuple[fx.Node, fx.Node]:
+    """Guess the layer's query and fetch what it would select; returns memory in use, and how many pages moved.
+
+    The cache is read as it is before the layer writes into it.
+    """
+    ahead = plan.lookahead
+    assert ahead is not None
+    copies = {ahead.stream: ahead.earlier}
+    for node in ahead.steps:
+        copies[node] = emit.graph.node_copy(node, lambda source: copies.get(source, source))
+    caches = [
+        _as_read(emit, cache.base, node)
+        for cache, node in (
+            (plan.site.keys, plan.site.attention.k),
+            (plan.site.values, plan.site.attention.v),
+        )
+    ]
+    state = (pool.table, pool.owner, pool.used, pool.clock, pool.keys, pool.values)
+    guess = copies[plan.site.attention.q]
+    found = emit.call(
+        _HSA.prefetch_select.default, guess, summary, bits, position, *caches, *state, *rule
+    )
+    held, moved = (emit.call(operator.getitem, found, i) for i in range(2))
+    return held, moved
+
+
+def _as_read(emit: Emitter, base: fx.Node, node: fx.Node) -> fx.Node:
+    """The part of a cache that attention reads, before this step's token is written."""
+    whole, read = tensor(base), tensor(node)
+    assert whole is not None and read is not None
+    offset = read.storage_offset()
+    view = (tuple(read.shape), read.stride(), offset)
+    if view == (tuple(whole.shape), whole.stride(), whole.storage_offset()):
+        return base
+    return emit.method("as_strided", base, *view)
+
+
+def join(emit: Emitter, held: list[fx.Node], *marks: fx.Node) -> None:
+    """Wait for the copies, before ``marks`` are read or written."""
+    emit.call(_HSA.join_prefetch.default, held, *marks)

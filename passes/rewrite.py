@@ -20,6 +20,7 @@ which the runtime binds to the cache at every call.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +34,7 @@ from .emit import Emitter
 from .graph_tools import modifies, op, tensor
 from .masks import Masks
 from .operands import STRAIGHT
-from .pools import Pool, append, pool_inputs, read_pages
+from .pools import Pool, append, fetch_early, join, pool_inputs, read_pages
 from .positions import PositionOfWrite, Positions
 
 _HSA = torch.ops.hsa
@@ -58,7 +59,7 @@ class SparseSite:
     @property
     def counted(self) -> int:
         """Numbers that are counted for it."""
-        return 5 if self.plan.pool_slots else 2
+        return 7 if self.plan.pool_slots else 2
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,25 @@ class Rewritten:
     growing: list[tuple[fx.Node, tuple[int, ...]]] = field(default_factory=list)
     """Inputs that are now views with room for one token, and the outputs of the model that they stand for."""
     counters: list[tuple[torch.device, fx.Node, list[int]]] = field(default_factory=list)
-    """A device, its counter input ``[sites, 2 or 5]``, and the sites (indices into ``sites``) of its rows."""
+    """A device, its counter input ``[sites, 2 or 7]``, and the sites (indices into ``sites``) of its rows."""
     outputs: int = 0
+    overlaps: bool = False
+    """Whether pages are copied beside the step."""
+
+
+@dataclass(frozen=True)
+class _Early:
+    """What is fetched for a layer one layer early: memory of the copy, and how many pages moved."""
+
+    held: fx.Node
+    moved: fx.Node
 
 
 class _Rewriter:
-    def __init__(self, gm: fx.GraphModule, plans: list[LayerPlan], fake_mode: object) -> None:
-        self.gm, self.graph, self.plans = gm, gm.graph, plans
+    def __init__(
+        self, gm: fx.GraphModule, plans: list[LayerPlan], fake_mode: object, moves: bool
+    ) -> None:
+        self.gm, self.graph, self.plans, self.moves = gm, gm.graph, plans, moves
         self.emit = Emitter(gm.graph, fake_mode)
         self.masks = Masks(self.emit)
         self.positions = Positions(self.emit, plans)
@@ -91,20 +104,27 @@ class _Rewriter:
         self.result = Rewritten()
         self.counts: list[tuple[fx.Node, fx.Node | None]] = []
         self.states: dict[tuple[object, ...], State] = {}
+        self.ahead: dict[torch.device, list[fx.Node]] = {}
+        self.early: dict[int, _Early] = {}
+        self.inputs: dict[int, tuple[fx.Node, fx.Node, Pool | None]] = {}
+        self.readers = Counter(plan.site.keys.base for plan in plans)
 
     def run(self) -> Rewritten:
         output = next(iter(reversed(self.graph.nodes)))
         self.result.outputs = len(output.args[0])  # type: ignore[arg-type]
-        for plan in self.plans:
+        for at, plan in enumerate(self.plans):
+            if at + 1 < len(self.plans):
+                self._look_ahead(at, at + 1)
             grown = plan.site.keys.kind == "dynamic"
             for cache in (plan.site.keys, plan.site.values):
                 self.positions.guard(cache)
             write = self.positions.of_write(plan.site.keys)
             keys = self._grow(plan.site.keys) if grown else plan.site.attention.k
             values = self._grow(plan.site.values) if grown else plan.site.attention.v
-            self._attention(plan, keys, values, write)
+            self._attention(at, keys, values, write)
         self._drop_outputs(output)
         self._count()
+        self.result.overlaps = bool(self.ahead or self.early)
         return self.result
 
     # -- growing caches
@@ -158,8 +178,9 @@ class _Rewriter:
     # -- attention
 
     def _attention(
-        self, plan: LayerPlan, keys: fx.Node, values: fx.Node, write: PositionOfWrite | None
+        self, at: int, keys: fx.Node, values: fx.Node, write: PositionOfWrite | None
     ) -> None:
+        plan = self.plans[at]
         attention, policy = plan.site.attention, plan.policy
         read, q, out = tensor(attention.k), tensor(attention.q), tensor(attention.out)
         assert read is not None and q is not None and out is not None
@@ -173,30 +194,29 @@ class _Rewriter:
             )
             owns = described not in self.states
             if owns:
-                self.states[described] = self._state(plan, keys, values, bits, position, page_major)
+                self.states[described] = self._state(at, keys, values, bits, position)
             state = self.states[described]
-            slots, budget = self._budget(plan, keys)
+            more = plan.ahead if self._alone(plan) else 0
             selected = self.emit.call(
                 _HSA.select.default,
                 attention.q,
                 state.summary,
                 bits,
-                attention.scale,
-                policy.algorithm,
-                policy.page_size,
-                slots,
-                budget,
-                plan.fraction,
-                policy.sink,
-                policy.recent,
-                policy.group_reduce,
+                *self._rule(plan, keys),
+                *((more,) if more else ()),
             )
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
             paged: tuple[object, ...] = (keys, values, ids, None)
             moved = None
             if state.pool is not None:
-                paged, moved = read_pages(self.emit, plan, keys, values, ids, position, state.pool)
+                paged, moved, held = read_pages(
+                    *(self.emit, plan, keys, values, ids, position, state.pool, more, self.moves)
+                )
+                if held:
+                    self.ahead.setdefault(read.device, []).extend(held)
+                if at in self.early:
+                    moved = self.emit.call(operator.add, moved, self.early[at].moved)
             attended = self.emit.call(
                 _HSA.sparse_attention.default,
                 attention.q,
@@ -238,44 +258,80 @@ class _Rewriter:
         assert held is not None
         return method("to", call(operator.mul, method("float", result), share), held.dtype)
 
-    def _state(
-        self,
-        plan: LayerPlan,
-        keys: fx.Node,
-        values: fx.Node,
-        bits: fx.Node,
-        position: fx.Node,
-        page_major: bool,
-    ) -> State:
-        """Inputs for what describes the keys, and for a pool of their pages; the ops that keep them true."""
+    # -- state
+
+    def _alone(self, plan: LayerPlan) -> bool:
+        """Whether no other attention reads this cache: another over the same pool would meet pages on their way."""
+        return self.readers[plan.site.keys.base] == 1
+
+    def _inputs(self, at: int) -> tuple[fx.Node, fx.Node, Pool | None]:
+        """Graph inputs for what describes the keys, summary and coverage, and for a pool of their pages; made once."""
+        if at in self.inputs:
+            return self.inputs[at]
+        plan = self.plans[at]
         policy, read = plan.policy, plan.site.attention.k.meta["example_value"]
-        number = sum(site.owns_summary for site in self.result.sites)
+        number = len(self.inputs)
         batch, heads, tokens, size = read.shape
         pages = (tokens + policy.page_size - 1) // policy.page_size
+        page_major = not isinstance(tokens, int)
         made = []
         widths = (algorithms.summary_width(policy.algorithm, size), 2)
         for name, width, dtype in zip(
             ("summary", "covered"), widths, (read.dtype, torch.int64), strict=True
         ):
             strides = (heads * width, width, batch * heads * width, 1) if page_major else None
-            made.append(
-                self.emit.input(
-                    f"hsa_{name}_{number}",
-                    (batch, heads, pages, width),
-                    dtype,
-                    read.device,
-                    strides,
-                )
-            )
-        summary, covered = made
-        pool: Pool | None = None
+            shape = (batch, heads, pages, width)
+            name = f"hsa_{name}_{number}"
+            made.append(self.emit.input(name, shape, dtype, read.device, strides))
+        pool = pool_inputs(self.emit, plan, number) if plan.pool_slots else None
+        self.inputs[at] = (made[0], made[1], pool)
+        return self.inputs[at]
+
+    def _state(
+        self, at: int, keys: fx.Node, values: fx.Node, bits: fx.Node, position: fx.Node
+    ) -> State:
+        """The inputs that describe the keys, and the ops that keep them true."""
+        plan, early = self.plans[at], self.early.get(at)
+        policy = plan.policy
+        summary, covered, pool = self._inputs(at)
         tail: tuple[fx.Node, ...] = ()
-        if plan.pool_slots:
-            pool = pool_inputs(self.emit, plan, number)
+        if pool is not None:
+            if early is not None:
+                join(self.emit, [early.held], pool.table, early.moved)
             tail = (append(self.emit, plan, keys, values, bits, position, covered, pool),)
-        arguments = (keys, bits, position, *made, policy.algorithm, policy.page_size, *tail)
-        self.emit.call(_HSA.summarize.default, *arguments)
+        arguments = (keys, bits, position, summary, covered, policy.algorithm, policy.page_size)
+        self.emit.call(_HSA.summarize.default, *arguments, *tail)
         return State(summary, pool)
+
+    def _look_ahead(self, at: int, later: int) -> None:
+        """Before the attention of one layer, guess the query of a later one and fetch what it would select."""
+        plan, now = self.plans[later], self.plans[at]
+        ahead = plan.lookahead
+        if ahead is None or not self.moves or not (self._alone(now) and self._alone(plan)):
+            return
+        self._inputs(at)  # the inputs stand in the order of the layers
+        summary, _, pool = self._inputs(later)
+        assert pool is not None
+        read, mine = (tensor(p.site.attention.k) for p in (plan, now))
+        assert read is not None and mine is not None
+        with self.graph.inserting_before(ahead.anchor):
+            keys = plan.site.keys.base
+            _, bits = self.masks.packed(
+                plan.site.attention.masks, keys, read, plan.policy.page_size
+            )
+            position = self.positions.of(now.site.keys, now.site.attention.k, mine)
+            rule = self._rule(plan, keys)
+            held, moved = fetch_early(self.emit, plan, summary, bits, position, pool, rule)
+        self.early[later] = _Early(held, moved)
+
+    def _rule(self, plan: LayerPlan, keys: fx.Node) -> tuple[object, ...]:
+        """What ``select`` is told, behind its tensors."""
+        policy = plan.policy
+        return (
+            *(plan.site.attention.scale, policy.algorithm, policy.page_size),
+            *self._budget(plan, keys),
+            *(plan.fraction, policy.sink, policy.recent, policy.group_reduce),
+        )
 
     def _budget(self, plan: LayerPlan, keys: fx.Node) -> tuple[object, object]:
         if not plan.fraction or plan.slots:
@@ -305,11 +361,13 @@ class _Rewriter:
             )
             with self.graph.inserting_before(output):
                 sums = [self._sums(*self.counts[i], width) for i in sites]
+                if device in self.ahead:
+                    join(self.emit, self.ahead[device], counter)
                 self.emit.method("add_", counter, self.emit.call(torch.stack, sums))
             self.result.counters.append((device, counter, sites))
 
     def _sums(self, counts: fx.Node, moved: fx.Node | None, width: int) -> fx.Node:
-        """Sums over rows and KV heads ``[width]``: tokens selected and attendable, then pages hit, loaded, evicted."""
+        """Sums over rows and KV heads ``[width]``: tokens selected and attendable, then the counts of ``diff``."""
         call = self.emit.call
         sums = call(torch.sum, counts, (0, 1))
         if moved is not None:
@@ -336,9 +394,15 @@ def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
             erase_unused(graph, source)
 
 
-def rewrite(gm: fx.GraphModule, plans: list[LayerPlan], fake_mode: object) -> Rewritten:
-    """Rewrite every plan whose decision is ``sparse``; ``gm`` is changed in place."""
-    result = _Rewriter(gm, [plan for plan in plans if plan.decision == "sparse"], fake_mode).run()
+def rewrite(
+    gm: fx.GraphModule, plans: list[LayerPlan], fake_mode: object, moves: bool = True
+) -> Rewritten:
+    """Rewrite every plan whose decision is ``sparse``; ``gm`` is changed in place.
+
+    Without ``moves`` pages are not brought into the pools, and what is attended is garbage: for benchmarks.
+    """
+    sparse = [plan for plan in plans if plan.decision == "sparse"]
+    result = _Rewriter(gm, sparse, fake_mode, moves).run()
     gm.graph.lint()
     gm.recompile()
     return result

@@ -37,6 +37,9 @@ EVENTS = {
 """What may happen next, and how often."""
 
 
+POOLS = ((1, "none"), (1.3, "none"), (1.3, "next_rank"), (2, "none"), (2, "next_rank"))
+
+
 @dataclass(frozen=True)
 class Life:
     seed: int
@@ -58,6 +61,7 @@ def draw(seed: int) -> Life:
     pick = random.Random(seed)
     growing = pick.random() < 0.4
     budget: int | float = pick.choice((16, 32, 48, 64, 200, 0.2, 0.5))
+    pool, prefetch = pick.choice(POOLS)
     policy = LayerPolicy(
         algorithm=pick.choice(("quest", "cuboid", "mean")),
         budget=budget,
@@ -66,7 +70,8 @@ def draw(seed: int) -> Life:
         recent=pick.choice((0, 1, 8, 40)),
         group_reduce=pick.choice(("softmax_mean", "max")),
         placement="device" if growing else pick.choice(("device", "host")),
-        pool=pick.choice((1, 1.3, 2)),
+        pool=pool,
+        prefetch=prefetch,
     )
     events = pick.choices(tuple(EVENTS), tuple(EVENTS.values()), k=pick.randint(6, 24))
     return Life(

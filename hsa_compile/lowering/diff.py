@@ -11,14 +11,21 @@ from .limits import pool_limits
 
 
 def lower(
-    ids: Any, position: Any, page_size: int, table: Any, owner: Any, used: Any, clock: Any
+    ids: Any,
+    position: Any,
+    page_size: int,
+    table: Any,
+    owner: Any,
+    used: Any,
+    clock: Any,
+    more: int = 0,
 ) -> tuple[Any, Any, Any]:
     op = torch.ops.hsa.diff.default
-    args = (ids, position, page_size, table, owner, used, clock)
+    args = (ids, position, page_size, table, owner, used, clock, more)
     device = ids.get_device()
     if not kernels.run_on(device):
         return eager(op, None, *args)
-    batch, kv_heads, selected = ids.get_size()
+    batch, kv_heads, named = ids.get_size()
     kv_heads, pool = compat.static_int(kv_heads), compat.static_int(owner.get_size()[2])
     reason = pool_limits(pool)
     state = {"table": table, "owner": owner, "used": used, "clock": clock}
@@ -29,12 +36,13 @@ def lower(
     constants = options.diff(
         kv_heads,
         page_size,
-        compat.static_int(selected) if compat.is_constant(selected) else None,
+        compat.static_int(named) if compat.is_constant(named) else None,
         pool,
-        batch_position=not compat.expressions_equal(position.get_size()[0], 1),
+        not compat.expressions_equal(position.get_size()[0], 1),
+        more,
     )
-    loads = compat.scratch(device, torch.int32, (batch, kv_heads, selected, 2))
-    counts = compat.scratch(device, torch.int32, (batch, kv_heads, 3))
+    loads = compat.scratch(device, torch.int32, (batch, kv_heads, named, 2))
+    counts = compat.scratch(device, torch.int32, (batch, kv_heads, 5))
     slots = emit(
         "diff",
         constants,
@@ -46,7 +54,7 @@ def lower(
             "loads": loads,
             "counts": counts,
         },
-        compat.contiguous_layout(device, torch.int32, (batch, kv_heads, selected)),
+        compat.contiguous_layout(device, torch.int32, (batch, kv_heads, named)),
         (batch, kv_heads),
         writes=(*written, "loads", "counts"),
         examples={"ids": spread_pages(compat.expression_hint(table.get_size()[2]))},

@@ -120,6 +120,7 @@ def top_pages(
     sink: int,
     recent: int,
     pages: int | None,
+    more: int = 0,
 ) -> Constants:
     """``pages`` is None where their number is not known."""
     group_pad = next_power_of_2(group)
@@ -139,6 +140,7 @@ def top_pages(
         "FRACTION": fraction,
         "SINK": sink,
         "RECENT": recent,
+        "MORE": more,
         "SINGLE": single,
         "BLOCK": block if single else min(most, LOOP_BLOCK_PAGES),
     }
@@ -180,12 +182,18 @@ def append_configs() -> list[Config]:
 
 
 def diff(
-    kv_heads: int, page_size: int, selected: int | None, slots: int, batch_position: bool
+    kv_heads: int,
+    page_size: int,
+    named: int | None,
+    slots: int,
+    batch_position: bool,
+    more: int = 0,
 ) -> Constants:
-    """``selected`` is None where the number of ids is not known; there are no more than slots."""
+    """``named`` is None where the number of ids is not known; there are no more than slots."""
     return {
         "KV_HEADS": kv_heads,
-        "SELECTED_PAD": max(16, next_power_of_2(slots if selected is None else selected)),
+        "MORE": more,
+        "SELECTED_PAD": max(16, next_power_of_2(slots if named is None else named)),
         "SLOTS_PAD": max(16, next_power_of_2(slots)),
         "PAGE_SIZE": page_size,
         "BATCH_POSITION": batch_position,
@@ -201,10 +209,17 @@ def diff_configs(slots_pad: int) -> list[Config]:
 
 
 def fetch(
-    kv_heads: int, dim: int, value_dim: int, page_size: int, rows: int | None, processors: int
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    page_size: int,
+    rows: int | None,
+    processors: int,
+    ahead: bool = False,
 ) -> Constants:
     """``rows`` is None where their number is not known."""
     return {
+        "AHEAD": ahead,
         "KV_HEADS": kv_heads,
         "DIM": dim,
         "DIM_PAD": dim_pad(dim),
@@ -214,7 +229,8 @@ def fetch(
         "BLOCK_ROWS": LOOP_BLOCK_ROWS
         if rows is None
         else min(LOOP_BLOCK_ROWS, max(16, next_power_of_2(rows))),
-        "PROGRAMS": 2 * processors,
+        # What is copied ahead has time, and others run beside it.
+        "PROGRAMS": max(1, processors // 2) if ahead else 2 * processors,
     }
 
 

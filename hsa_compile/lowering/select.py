@@ -23,6 +23,7 @@ def lower(
     sink: int,
     recent: int,
     group_reduce: str,
+    more: int = 0,
 ) -> tuple[Any, Any]:
     op = torch.ops.hsa.select.default
     args = (
@@ -38,6 +39,7 @@ def lower(
         sink,
         recent,
         group_reduce,
+        more,
     )
     device = q.get_device()
     if not kernels.run_on(device):
@@ -73,9 +75,9 @@ def lower(
     budget = 0 if fraction else compat.static_int(budget_pages)
     constants = options.top_pages(
         float(scale), group_reduce, kv_heads, group, page_size, rows, budget, fraction, sink, recent,
-        compat.static_int(pages) if compat.is_constant(pages) else None,
+        compat.static_int(pages) if compat.is_constant(pages) else None, more,
     )  # fmt: skip
-    ids = compat.scratch(device, torch.int32, (batch, kv_heads, slots))
+    ids = compat.scratch(device, torch.int32, (batch, kv_heads, slots + more))
     inputs = {"scores": compat.realize(scores), "bits": bits, "ids": ids}
     if not constants["SINGLE"]:
         inputs["order"] = compat.scratch(device, torch.int32, (batch, kv_heads, pages))

@@ -22,6 +22,9 @@ from .. import templates
 from . import grids, options
 from .options import Config, Constants, Rows
 
+Make = Callable[..., Tensor]
+"""Makes a tensor as ``torch.empty`` does."""
+
 _HEADER = "import triton\nimport triton.language as tl\n\n\n"
 
 
@@ -223,7 +226,12 @@ def summarize(
 
 
 def page_scores(
-    q: Tensor, summary: Tensor, bits: Tensor, algorithm: str, config: Config | None = None
+    q: Tensor,
+    summary: Tensor,
+    bits: Tensor,
+    algorithm: str,
+    config: Config | None = None,
+    make: Make = torch.empty,
 ) -> Tensor:
     """Scores ``[B, Hq, P]`` of all query heads over all pages that hold an attendable token."""
     batch, query_heads, _, dim = q.shape
@@ -239,7 +247,7 @@ def page_scores(
         options.page_scores(algorithm, kv_heads, query_heads // kv_heads, dim, rows_of(bits)),
         config,
         {"q": q, "summary": summary, "bits": bits},
-        torch.empty((batch, query_heads, pages), dtype=torch.float32, device=q.device),
+        make((batch, query_heads, pages), dtype=torch.float32, device=q.device),
         grids.page_scores(batch, kv_heads, pages, config.blocks),
     )
 
@@ -257,32 +265,34 @@ def select(
     sink: int,
     recent: int,
     group_reduce: str,
+    more: int = 0,
     known_pages: bool = True,
     config: Config | None = None,
     scores: Tensor | None = None,
+    make: Make = torch.empty,
 ) -> tuple[Tensor, Tensor]:
     """``hsa::select``; without ``known_pages`` as where the number of pages is symbolic."""
     batch, query_heads = q.shape[:2]
     kv_heads, pages = summary.shape[1:3]
     if scores is None:
-        scores = page_scores(q, summary, bits, algorithm)
+        scores = page_scores(q, summary, bits, algorithm, make=make)
     constants = options.top_pages(
         scale, group_reduce, kv_heads, query_heads // kv_heads, page_size, rows_of(bits),
-        budget_pages, fraction, sink, recent, pages if known_pages else None,
+        budget_pages, fraction, sink, recent, pages if known_pages else None, more,
     )  # fmt: skip
     config = (
         config or options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"]))[0]
     )
-    ids = torch.empty((batch, kv_heads, slots), dtype=torch.int32, device=q.device)
+    ids = make((batch, kv_heads, slots + more), dtype=torch.int32, device=q.device)
     inputs = {"scores": scores, "bits": bits, "ids": ids}
     if not {**constants, **config.blocks}["SINGLE"]:
-        inputs["order"] = torch.empty((batch, kv_heads, pages), dtype=torch.int32, device=q.device)
+        inputs["order"] = make((batch, kv_heads, pages), dtype=torch.int32, device=q.device)
     counts = launch(
         "top_pages",
         constants,
         config,
         inputs,
-        torch.empty((batch, kv_heads, 2), dtype=torch.int64, device=q.device),
+        make((batch, kv_heads, 2), dtype=torch.int64, device=q.device),
         grids.top_pages(batch, kv_heads, constants),
     )
     return ids, counts
@@ -329,28 +339,33 @@ def diff(
     owner: Tensor,
     used: Tensor,
     clock: Tensor,
+    more: int = 0,
     known_ids: bool = True,
     config: Config | None = None,
+    make: Make = torch.empty,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``hsa::diff``; without ``known_ids`` as where the number of ids is symbolic."""
-    batch, kv_heads, selected = ids.shape
+    batch, kv_heads, named = ids.shape
     constants = options.diff(
         kv_heads,
         page_size,
-        selected if known_ids else None,
+        named if known_ids else None,
         owner.shape[2],
         position.numel() > 1,
+        more,
     )
     config = config or options.diff_configs(int(constants["SLOTS_PAD"]))[0]
-    loads = torch.empty((batch, kv_heads, selected, 2), dtype=torch.int32, device=ids.device)
-    counts = torch.empty((batch, kv_heads, 3), dtype=torch.int32, device=ids.device)
+    loads = make((batch, kv_heads, named, 2), dtype=torch.int32, device=ids.device)
+    if counts is None:
+        counts = make((batch, kv_heads, 5), dtype=torch.int32, device=ids.device)
     inputs = {"ids": ids, "position": position, "table": table, "owner": owner, "used": used}
     slots = launch(
         "diff",
         constants,
         config,
         {**inputs, "clock": clock, "loads": loads, "counts": counts},
-        torch.empty((batch, kv_heads, selected), dtype=torch.int32, device=ids.device),
+        make((batch, kv_heads, named), dtype=torch.int32, device=ids.device),
         grids.diff(batch, kv_heads, constants),
     )
     return slots, loads, counts
@@ -366,8 +381,10 @@ def fetch(
     page_size: int,
     known_rows: bool = True,
     config: Config | None = None,
+    ahead: bool = False,
+    make: Make = torch.empty,
 ) -> None:
-    """``hsa::fetch``; without ``known_rows`` as where the batch is symbolic."""
+    """``hsa::fetch``, or ``hsa::prefetch`` with ``ahead``; without ``known_rows`` as where the batch is symbolic."""
     batch, kv_heads, _, dim = keys.shape
     value_dim = values.shape[3]
     constants = options.fetch(
@@ -377,6 +394,7 @@ def fetch(
         page_size,
         batch * kv_heads if known_rows else None,
         processors(pool_keys.device),
+        ahead,
     )
     config = (
         config
@@ -391,7 +409,7 @@ def fetch(
         constants,
         config,
         {**inputs, "pool_keys": pool_keys, "pool_values": pool_values},
-        torch.empty((int(constants["PROGRAMS"]),), dtype=torch.int32, device=pool_keys.device),
+        make((int(constants["PROGRAMS"]),), dtype=torch.int32, device=pool_keys.device),
         grids.fetch(constants),
     )
 

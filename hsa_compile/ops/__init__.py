@@ -17,7 +17,10 @@ from . import (
     checked_position,
     diff,
     fetch,
+    join_prefetch,
     page_mask,
+    prefetch,
+    prefetch_select,
     select,
     sparse_attention,
     summarize,
@@ -31,6 +34,9 @@ implement("select", aten.select, select.fake)
 implement("append", append.append, append.fake)
 implement("diff", diff.diff, diff.fake)
 implement("fetch", fetch.fetch, fetch.fake)
+implement("prefetch", prefetch.prefetch, prefetch.fake)
+implement("prefetch_select", prefetch_select.prefetch_select, prefetch_select.fake)
+implement("join_prefetch", join_prefetch.join_prefetch, join_prefetch.fake)
 implement("sparse_attention", aten.sparse_attention, sparse_attention.fake)
 
 

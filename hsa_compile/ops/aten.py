@@ -106,6 +106,15 @@ def _largest(rank: Tensor, present: Tensor, count: IntLikeType) -> tuple[Tensor,
     return torch.where(best != _NEVER, pages, 0), best != _NEVER
 
 
+def _ascending(order: Tensor, kept: Tensor, slots: IntLikeType, pages: IntLikeType) -> Tensor:
+    """The kept pages of ``order``, at most ``slots``, ascending and padded with -1 to that many, int32."""
+    ids = torch.sort(torch.where(kept, order, pages), -1).values
+    ids = torch.where(ids < pages, ids, -1).to(torch.int32)
+    if compat.statically_known_true(slots <= pages):
+        return ids[..., :slots]
+    return F.pad(ids, (0, slots - ids.shape[-1]), value=-1)  # type: ignore[list-item]
+
+
 def _rank(
     q: Tensor, summary: Tensor, bits: Tensor, scale: float, algorithm: str, group_reduce: str
 ) -> Tensor:
@@ -186,6 +195,7 @@ def select(
     sink: int,
     recent: int,
     group_reduce: str,
+    more: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See ``hsa_compile.ops.select``."""
     batch, kv_heads, pages = summary.shape[:3]
@@ -210,17 +220,20 @@ def select(
 
     rank = _rank(q, summary, bits, scale, algorithm, group_reduce)
     # Where the cache is shorter than the budget, its length bounds the work, and padding makes up the shape.
-    count = torch.sym_min(slots, pages)
+    count = torch.sym_min(slots + more, pages)
     order, valid = _largest(torch.where(always, math.inf, rank), present, count)
-    kept = valid & (torch.arange(count, device=q.device) < wanted)
+    place = torch.arange(count, device=q.device)
+    if more:
+        wanted = wanted.clamp(max=slots)
+    kept = valid & (place < wanted)
     in_page = in_page.expand(batch, kv_heads, pages).gather(-1, order)
     counts = torch.stack(
         (torch.where(kept, in_page, 0).sum(-1), length.expand(batch, kv_heads)), -1
     )
-    ids = torch.sort(torch.where(kept, order, pages), -1).values
-    ids = torch.where(ids < pages, ids, -1).to(torch.int32)
-    if not compat.statically_known_true(slots <= pages):
-        ids = F.pad(ids, (0, slots - count), value=-1)
+    ids = _ascending(order, kept, slots, pages)
+    if more:
+        missed = valid & (place >= wanted) & (place < wanted + more)
+        ids = torch.cat((ids, _ascending(order, missed, more, pages)), -1)
     return ids, counts
 
 

@@ -3,7 +3,7 @@
     keys        [B, Hkv, S, D]          the full cache, any strides with a last one of 1; on a GPU, memory of the host
     values      [B, Hkv, S, Dv]
     loads       [B, Hkv, K, 2] int32    page and slot of each page to copy (``hsa::diff``)
-    counts      [B, Hkv, 3] int32       their number, ``counts[..., LOADS]``; entries after it are not read
+    counts      [B, Hkv, 5] int32       their number, ``counts[..., LOADS]``; entries after it are not read
     pool_keys   [B, Hkv, N, T, D]       written; T = page_size
     pool_values [B, Hkv, N, T, Dv]      written
 
@@ -50,8 +50,21 @@ def fetch(
     page_size: int,
 ) -> None:
     """PyTorch implementation: work in proportion to the pages to copy, once their number is known on the host."""
-    full, rest = divmod(keys.shape[2], page_size)
     listed = torch.arange(loads.shape[2], device=loads.device) < counts[..., LOADS].unsqueeze(-1)
+    copy_pages(keys, values, loads, listed, pool_keys, pool_values, page_size)
+
+
+def copy_pages(
+    keys: Tensor,
+    values: Tensor,
+    loads: Tensor,
+    listed: Tensor,
+    pool_keys: Tensor,
+    pool_values: Tensor,
+    page_size: int,
+) -> None:
+    """Copy those of the ``loads`` that are ``listed``, ``[B, Hkv, K]`` bool."""
+    full, rest = divmod(keys.shape[2], page_size)
     b, h, k = listed.nonzero(as_tuple=True)
     page, slot = loads[b, h, k].long().unbind(-1)
     whole = page < full

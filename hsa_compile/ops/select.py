@@ -4,7 +4,7 @@
     summary [B, Hkv, P, R]         from ``hsa::summarize``
     bits    [Bm, Hm, P] int64      packed mask (``hsa::page_mask``), Bm in {1, B}, Hm in {1, Hq}
     ->
-    ids     [B, Hkv, K] int32      selected pages, ascending, padded with -1; K = slots
+    ids     [B, Hkv, K + M] int32  selected pages, ascending, padded with -1; K = slots, M = more
     counts  [B, Hkv, 2] int64      tokens selected, tokens attendable (over all query heads of the KV head)
 
 The rule. ``s_h(p)`` is query head h's page score (``hsa_compile.algorithms``) over the pages it can attend. Per KV
@@ -22,6 +22,9 @@ fraction is taken of the attendable tokens of the row; it is passed in units of 
 
 A row whose attendable tokens are no more than the pages of its budget hold may take one page more: tokens that begin
 inside a page touch one page more than they fill. Nothing is then left out of it.
+
+The last ``more`` columns name the pages that just missed the selection, those that would be next by score: ascending
+too, and padded with -1. They are not counted.
 """
 
 import math
@@ -39,7 +42,8 @@ FRACTION_UNIT = 65536
 
 define(
     "select(Tensor q, Tensor summary, Tensor bits, float scale, str algorithm, int page_size, SymInt slots, "
-    "SymInt budget_pages, int fraction, int sink, int recent, str group_reduce) -> (Tensor ids, Tensor counts)"
+    "SymInt budget_pages, int fraction, int sink, int recent, str group_reduce, int more=0) "
+    "-> (Tensor ids, Tensor counts)"
 )
 
 
@@ -63,6 +67,7 @@ def select_reference(
     sink: int,
     recent: int,
     group_reduce: str,
+    more: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The specification, row by row; in float64 where ``q`` is, else in float32."""
     batch, query_heads = q.shape[:2]
@@ -81,7 +86,7 @@ def select_reference(
     else:
         rank = scores.masked_fill(~seen, -math.inf).amax(-2)
     present = unpack(per_kv_head(bits, batch, kv_heads), page_size)
-    ids = torch.full((batch, kv_heads, slots), -1, dtype=torch.int32, device=q.device)
+    ids = torch.full((batch, kv_heads, slots + more), -1, dtype=torch.int32, device=q.device)
     counts = torch.zeros((batch, kv_heads, 2), dtype=torch.int64, device=q.device)
     for b in range(batch):
         for h in range(kv_heads):
@@ -99,8 +104,10 @@ def select_reference(
             bought = share if fraction else budget_pages
             wanted = min(slots, max(len(always), bought + (len(tokens) <= bought * page_size)))
             by_score = sorted(in_page.keys() - always, key=lambda p: (-float(rank[b, h, p]), p))
-            chosen = sorted([*always, *by_score[: wanted - len(always)]])
+            cut = wanted - len(always)
+            chosen, missed = sorted([*always, *by_score[:cut]]), sorted(by_score[cut : cut + more])
             ids[b, h, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+            ids[b, h, slots : slots + len(missed)] = torch.tensor(missed, dtype=torch.int32)
             counts[b, h, 0] = sum(in_page[p] for p in chosen)
             counts[b, h, 1] = len(tokens)
     return ids, counts
@@ -119,7 +126,8 @@ def fake(
     sink: int,
     recent: int,
     group_reduce: str,
+    more: int = 0,
 ) -> tuple[Tensor, Tensor]:
     batch, kv_heads = summary.shape[:2]
-    ids = q.new_empty((batch, kv_heads, slots), dtype=torch.int32)
+    ids = q.new_empty((batch, kv_heads, slots + more), dtype=torch.int32)
     return ids, q.new_empty((batch, kv_heads, 2), dtype=torch.int64)

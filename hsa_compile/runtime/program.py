@@ -54,8 +54,8 @@ class GrowingBinding:
 class SiteCounter:
     """Names a row of the counters, which are summed over batch rows and KV heads.
 
-    They are tokens selected and attendable, and for a cache on the host pages hit, loaded and evicted; ``page_bytes``
-    is what one page moves.
+    They are tokens selected and attendable, and for a cache on the host the counts of ``hsa::diff``; ``page_bytes`` is
+    what one page moves.
     """
 
     index: int

@@ -1,12 +1,15 @@
 """``placement="host"`` on a GPU: the cache in pinned memory, the same logits bit for bit, nothing left behind."""
 
+import contextlib
 import gc
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import hsa_compile
+from hsa_compile.runtime import streams
 from hsa_compile.runtime.host_memory import host_bytes, trim
 
 from .test_cuda_decode import Decode, tiny_llama
@@ -39,38 +42,75 @@ def _nothing_left():
     trim()
 
 
+def disturbed(model, step, placement: str) -> torch.Tensor:
+    """Logits of 300 steps, with a crop, another request, values edited alone and a deliberately slow stream between."""
+    decode = Decode(model, "static", 3, 700, 1100)
+    logits = []
+    for number in range(300):
+        if number == 60:
+            for part in parts(decode)[1::2]:
+                part[:, :, 100:300].mul_(-1)
+        if number == 100:
+            decode.at -= 150
+            for layer in decode.cache.layers:
+                layer.cumulative_length.fill_(decode.at)
+        if number == 160:
+            decode.cache.reset()
+            decode.at = 650
+            model(decode.tokens[:, 50:700], **{decode.name: decode.cache})
+        if number % 7 == 0:
+            torch.cuda._sleep(3_000_000)
+        logits.append(decode.step(step).clone())
+    if placement == "host":
+        for layer in hsa_compile.stats(step).layers:
+            assert layer.pages_loaded and layer.pages_evicted and layer.pages_hit
+    return torch.stack(logits)
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bit_identical(mode: str | None, dtype: torch.dtype) -> None:
-    """300 steps, with a crop, another request, values edited alone and a deliberately slow stream between them."""
     torch._dynamo.reset()
     model = tiny_llama(dtype)
     both = []
     for placement in ("device", "host"):
         torch._dynamo.reset()
         with torch.no_grad():
-            step, decode = compiled(model, placement, mode), Decode(model, "static", 3, 700, 1100)
-            logits = []
-            for number in range(300):
-                if number == 60:
-                    for part in parts(decode)[1::2]:
-                        part[:, :, 100:300].mul_(-1)
-                if number == 100:
-                    decode.at -= 150
-                    for layer in decode.cache.layers:
-                        layer.cumulative_length.fill_(decode.at)
-                if number == 160:
-                    decode.cache.reset()
-                    decode.at = 650
-                    model(decode.tokens[:, 50:700], **{decode.name: decode.cache})
-                if number % 7 == 0:
-                    torch.cuda._sleep(3_000_000)
-                logits.append(decode.step(step).clone())
-            both.append(torch.stack(logits))
-            if placement == "host":
-                for layer in hsa_compile.stats(step).layers:
-                    assert layer.pages_loaded and layer.pages_evicted and layer.pages_hit
+            both.append(disturbed(model, compiled(model, placement, mode), placement))
     assert torch.equal(both[0], both[1])
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("prefetch", ["next_rank", "cross_layer"])
+def test_prefetch_changes_nothing(
+    mode: str | None, prefetch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, also where copies ahead take longer than what they run beside."""
+    model = tiny_llama(torch.bfloat16, layers=3)
+    expected = None
+    fork = streams.beside
+
+    @contextlib.contextmanager
+    def slowly(device: torch.device) -> Iterator[None]:
+        with fork(device):
+            torch.cuda._sleep(1_000_000)
+            yield
+
+    for policy, beside in (
+        ({}, fork),
+        ({"placement": "host", "pool": 1.5, "prefetch": prefetch}, fork),
+        ({"placement": "host", "pool": 1.5, "prefetch": prefetch}, slowly),
+    ):
+        torch._dynamo.reset()
+        monkeypatch.setattr(streams, "beside", beside)
+        placement = policy.pop("placement", "device")
+        with torch.no_grad():
+            step = compiled(model, placement, mode, **policy)
+            got = disturbed(model, step, placement)
+        expected = got if expected is None else expected
+        assert torch.equal(got, expected)
+        layers = hsa_compile.stats(step).layers[placement == "host" and prefetch == "cross_layer" :]
+        assert all((layer.prefetched_used > 0) == bool(policy) for layer in layers)
 
 
 def test_the_cache_is_moved() -> None:

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hsa_compile.ops.diff import EVICTIONS, HITS, LOADS, diff_reference
+from hsa_compile.ops.diff import AHEAD, EVICTIONS, FIRST_HITS, LOADS, diff_reference
 from hsa_compile.ops.fetch import fetch_reference
+from hsa_compile.ops.prefetch import prefetch_reference
 
 Diff = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """``selected`` is K, ``slots`` N."""
+    """``selected`` is K, ``more`` M, ``slots`` N."""
 
     selected: int = 6
+    more: int = 0
     slots: int = 12
     pages: int = 40
     batch: int = 2
@@ -67,6 +69,7 @@ def selections(shape: PoolShape, steps: int, ahead: float = 0.0) -> Iterator[tup
     """Ids and position, step by step: tokens one after another, now and then from another place on.
 
     A share ``ahead`` of the selections has its newest page at or after the position's, which then need not be selected.
+    Behind the selected pages stand up to ``shape.more`` others, which the next selection likes as much.
     """
     rows = [(b, h) for b in range(shape.batch) for h in range(shape.kv_heads)]
     last: dict[tuple[int, int], set[int]] = {row: set() for row in rows}
@@ -79,7 +82,8 @@ def selections(shape: PoolShape, steps: int, ahead: float = 0.0) -> Iterator[tup
             position = torch.randint(0, capacity, position.shape)
         if torch.rand(()) < 0.1:
             position = position // shape.page * shape.page
-        ids = torch.full((shape.batch, shape.kv_heads, shape.selected), -1, dtype=torch.int32)
+        named = shape.selected + shape.more
+        ids = torch.full((shape.batch, shape.kv_heads, named), -1, dtype=torch.int32)
         for b, h in rows:
             newest = int(position[b % len(position)]) // shape.page
             if torch.rand(()) < ahead:
@@ -87,8 +91,12 @@ def selections(shape: PoolShape, steps: int, ahead: float = 0.0) -> Iterator[tup
             chosen = select_some(last[b, h], newest, shape)
             if torch.rand(()) < 0.02:
                 chosen = []  # a row whose mask is empty
-            last[b, h] = set(chosen)
             ids[b, h, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+            left = [page for page in torch.randperm(shape.pages).tolist() if page not in chosen]
+            others = sorted(left[: int(torch.randint(0, shape.more + 1, ()))])
+            places = slice(shape.selected, shape.selected + len(others))
+            ids[b, h, places] = torch.tensor(others, dtype=torch.int32)
+            last[b, h] = {*chosen, *others}
         yield ids, position
 
 
@@ -123,34 +131,46 @@ def move_tail(
 class Recency:
     """One row's pool as a cache that evicts by recency: pages in the order of their last use, and their slots.
 
-    The last slot is the tail's alone.
+    The last slot is the tail's alone. ``proven`` are pages that were selected since they were loaded.
     """
 
     def __init__(self, slots: int) -> None:
         self.pages: OrderedDict[int, int] = OrderedDict()
+        self.proven: set[int] = set()
         self.last = slots - 1
         self.empty = set(range(self.last))
 
     def drop(self, pages: list[int]) -> None:
         for page in pages:
             slot = self.pages.pop(page, self.last)
+            self.proven.discard(page)
             self.empty |= {slot} - {self.last}
 
-    def step(self, selected: list[int], tail: int) -> tuple[list[int], list[tuple[int, int]], int]:
-        """Slots of the selected pages, loads, evictions."""
-        missing = [page for page in selected if page not in self.pages]
-        others = [page for page in missing if page != tail]
-        taken = sorted(self.empty)[: len(others)]
+    def step(
+        self, selected: list[int], others: list[int], tail: int
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """Loads, and the counts; afterwards ``pages`` has the slots."""
+        others = [page for page in others if page != tail]
+        asked = (*selected, *others)
+        missing = [page for page in asked if page not in self.pages]
+        hits = [page for page in selected if page in self.pages]
+        first = [page for page in hits if page not in self.proven and page != tail]
+        need_slots = [page for page in missing if page != tail]
+        taken = sorted(self.empty)[: len(need_slots)]
         self.empty -= set(taken)
-        unused = [page for page in self.pages if page not in selected and page != tail]
-        evicted = unused[: len(others) - len(taken)]
+        unused = [page for page in self.pages if page not in asked and page != tail]
+        evicted = unused[: len(need_slots) - len(taken)]
+        self.proven -= set(evicted)
         taken = sorted(taken + [self.pages.pop(page) for page in evicted])
-        self.pages |= dict(zip(others, taken, strict=True))
+        self.pages |= dict(zip(need_slots, taken, strict=True))
         self.pages |= {tail: self.last} if tail in missing else {}
-        for page in sorted(selected, key=lambda page: self.pages[page]):
+        self.proven |= set(selected)
+        for page in sorted(asked, key=lambda page: (page in self.proven, self.pages[page])):
             self.pages.move_to_end(page)
         loads = [(page, self.pages[page]) for page in missing]
-        return [self.pages[page] for page in selected], loads, len(evicted)
+        demanded = len([page for page in missing if page in selected])
+        ahead = len(missing) - demanded
+        return loads, [len(hits), demanded, len(evicted), ahead, len(first)]
 
 
 def padded(entries: list[object], like: Tensor) -> Tensor:
@@ -160,11 +180,12 @@ def padded(entries: list[object], like: Tensor) -> Tensor:
     return result
 
 
-def check_invariants(state: PoolState, ids: Tensor, slots: Tensor) -> None:
-    """Selected pages are in the slots named, no two in one, and every table entry names the slot of its page."""
+def check_invariants(state: PoolState, ids: Tensor, slots: Tensor, more: int = 0) -> None:
+    """Pages are in the slots named, no two in one, and every table entry names the slot of its page."""
     table, owner = state.table.long(), state.owner
-    valid = ids >= 0
-    assert torch.equal(slots >= 0, valid)
+    valid, selected = slots >= 0, ids.shape[-1] - more
+    assert torch.equal(valid[..., :selected], ids[..., :selected] >= 0)
+    assert not (valid & (ids < 0)).any()
     held = owner.gather(-1, slots.clamp(min=0).long())
     assert torch.equal(held[valid], ids[valid])
     entry = table.gather(-1, ids.clamp(min=0).long())
@@ -181,33 +202,44 @@ def check_diff(diff: Diff, shape: PoolShape, steps: int, stale: float = 0.02) ->
     """Decode at random; every step is what the specification and the model of the rule make of it."""
     state = new_state(shape)
     rows = [[Recency(shape.slots) for _ in range(shape.kv_heads)] for _ in range(shape.batch)]
-    evictions = 0
+    evictions = first_hits = 0
     for ids, position in selections(shape, steps, ahead=0.1):
         dropped = make_stale(state, stale if torch.rand(()) < 0.5 else 0.0)
         dropped, opened = move_tail(state, position, shape.page, dropped)
         want = state.clone()
         before = ids.clone(), position.clone()
-        got = diff(ids, position, shape.page, *state.tensors())
-        expected = diff_reference(ids, position, shape.page, *want.tensors())
+        got = diff(ids, position, shape.page, *state.tensors(), shape.more)
+        expected = diff_reference(ids, position, shape.page, *want.tensors(), shape.more)
         assert torch.equal(ids, before[0]) and torch.equal(position, before[1])
         for name, a, b in zip(("slots", "loads", "counts"), got, expected, strict=True):
             assert a.dtype == torch.int32 and torch.equal(a, b), f"{name}: {a} instead of {b}"
         assert torch.equal(state.table, want.table) and torch.equal(state.owner, want.owner)
-        assert torch.equal(state.used, want.used) and torch.equal(state.clock, want.clock)
+        # The last slot's is of no meaning.
+        assert torch.equal(state.used[..., :-1], want.used[..., :-1])
+        assert torch.equal(state.clock, want.clock)
         slots, loads, counts = got
-        check_invariants(state, ids, slots)
+        check_invariants(state, ids, slots, shape.more)
         evictions += int(counts[..., EVICTIONS].sum())
+        first_hits += int(counts[..., FIRST_HITS].sum())
         for b, row in enumerate(rows):
             tail = int(position[b % len(position)]) // shape.page
             for h, recency in enumerate(row):
                 recency.drop(dropped[b, h].nonzero().flatten().tolist())
                 recency.pages |= {tail: recency.last} if opened[b, h] else {}
-                selected = [page for page in ids[b, h].tolist() if page >= 0]
-                in_slots, to_load, evicted = recency.step(selected, tail)
-                assert torch.equal(slots[b, h], padded(in_slots, slots[b, h]))
+                named = ids[b, h].tolist()
+                selected = [page for page in named[: shape.selected] if page >= 0]
+                others = [page for page in named[shape.selected :] if page >= 0]
+                to_load, counted = recency.step(selected, others, tail)
+                in_slots = [recency.pages.get(page, -1) for page in named]
+                in_slots = [
+                    -1 if at >= shape.selected and page == tail else slot
+                    for at, (page, slot) in enumerate(zip(named, in_slots, strict=True))
+                ]
+                assert slots[b, h].tolist() == in_slots
                 assert torch.equal(loads[b, h], padded(to_load, loads[b, h]))
-                assert counts[b, h, LOADS] == len(to_load) and counts[b, h, EVICTIONS] == evicted
-                assert counts[b, h, HITS] + counts[b, h, LOADS] == len(selected)
+                assert counts[b, h].tolist() == counted
+    if shape.more and steps > 20:
+        assert first_hits > 0
     if shape.pages > 2 * shape.slots and stale < 0.1 and steps > 20:
         assert evictions > 0
 
@@ -259,14 +291,18 @@ def make_pools(shape: CacheShape) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def check_fetch(fetch: Fetch, shape: CacheShape) -> None:
-    """Every slot named gets its page; nothing else changes, and nothing past the cache is read."""
+def check_fetch(fetch: Fetch, shape: CacheShape, ahead: bool = False) -> None:
+    """Every slot named gets its page; nothing else changes, and nothing past the cache is read.
+
+    Args:
+        ahead: ``fetch`` is ``hsa::prefetch``, whose entries stand behind some of the others.
+    """
     keys, values = make_caches(shape)
     pages = -(-shape.tokens // shape.page)
     rows = (shape.batch, shape.kv_heads)
-    # What stands after the loads is not to be acted upon.
-    loads = torch.full((*rows, shape.selected, 2), 2**30, dtype=torch.int32)
-    counts = torch.randint(0, 99, (*rows, 3), dtype=torch.int32)
+    # What stands before and after the loads is not to be acted upon.
+    loads = torch.full((*rows, shape.selected + 3, 2), 2**30, dtype=torch.int32)
+    counts = torch.randint(0, 99, (*rows, 5), dtype=torch.int32)
     most = min(shape.selected, pages)
     for b in range(shape.batch):
         for h in range(shape.kv_heads):
@@ -274,12 +310,15 @@ def check_fetch(fetch: Fetch, shape: CacheShape) -> None:
             chosen = torch.randperm(pages)[:count].sort().values
             if count:
                 chosen[-1] = pages - 1
-            loads[b, h, :count, 0] = chosen
-            loads[b, h, :count, 1] = torch.randperm(shape.slots)[:count]
-            counts[b, h, LOADS] = count
+            first = int(torch.randint(0, 4, ())) if ahead else 0
+            loads[b, h, first : first + count, 0] = chosen
+            loads[b, h, first : first + count, 1] = torch.randperm(shape.slots)[:count]
+            counts[b, h, LOADS] = first if ahead else count
+            counts[b, h, AHEAD] = count if ahead else counts[b, h, AHEAD]
     pools = make_pools(shape)
     want = [pool.clone() for pool in pools]
-    fetch_reference(keys, values, loads, counts, want[0], want[1], shape.page)
+    reference = prefetch_reference if ahead else fetch_reference
+    reference(keys, values, loads, counts, want[0], want[1], shape.page)
     fetch(keys, values, loads, counts, *pools, shape.page)
     for pool, expected in zip(pools, want, strict=True):
         assert torch.equal(pool, expected)

@@ -22,8 +22,18 @@ def one_row(table: list[int], owner: list[int], used: list[int], clock: int) -> 
 def run(
     diff: Diff, state: PoolState, ids: list[int], position: int
 ) -> tuple[list[int], list[list[int]], list[int]]:
-    pages = torch.tensor(ids, dtype=torch.int32).view(1, 1, -1)
-    slots, loads, counts = diff(pages, torch.tensor([position]), 4, *state.tensors())
+    """Slots, loads, and hits, loads and evictions."""
+    slots, loads, counts = run_ahead(diff, state, ids, [], position)
+    assert counts[3] == 0
+    return slots, loads, counts[:3]
+
+
+def run_ahead(
+    diff: Diff, state: PoolState, ids: list[int], others: list[int], position: int
+) -> tuple[list[int], list[list[int]], list[int]]:
+    pages = torch.tensor([*ids, *others], dtype=torch.int32).view(1, 1, -1)
+    given = (pages, torch.tensor([position]), 4, *state.tensors(), len(others))
+    slots, loads, counts = diff(*given)
     return slots[0, 0].tolist(), loads[0, 0].tolist(), counts[0, 0].tolist()
 
 
@@ -42,7 +52,7 @@ def test_by_hand(diff: Diff) -> None:
     # Page 0 was used least recently. Padding takes no slot.
     assert run(diff, state, [1, 5, -1], 23) == ([0, 4, -1], [[1, 0], NONE, NONE], [1, 1, 1])
     assert state.table.tolist() == [[[-1, 0, -1, -1, 2, 4, 1, 3]]]
-    assert state.used.tolist() == [[[3, 2, 2, 2, 3]]] and state.clock.tolist() == [[4]]
+    assert state.used.tolist() == [[[7, 5, 5, 5, 7]]] and state.clock.tolist() == [[4]]
     # Token 24 is of page 6: in the pool, where it is left. Page 5 has lost its slot, so it must be loaded.
     assert run(diff, state, [4, 5, 6], 24) == ([2, 3, 1], [[5, 3], NONE, NONE], [2, 1, 1])
     assert state.table.tolist() == [[[-1, 0, -1, -1, 2, 3, 1, -1]]]
@@ -101,9 +111,46 @@ def test_a_pool_that_is_too_small_is_refused() -> None:
         run(HSA.diff, state, [0, 1, 2], 9)
 
 
+@BOTH
+def test_pages_for_the_next_step(diff: Diff) -> None:
+    state = one_row([-1] * 9, [-1] * 6, [0] * 6, 0)
+    # Page 5 is the tail. Others are loaded behind the selected ones; hits, loads, evictions, ahead, first hits.
+    assert run_ahead(diff, state, [0, 5], [1, 7], 21) == (
+        [0, 5, 1, 2],
+        [[0, 0], [5, 5], [1, 1], [7, 2]],
+        [0, 2, 0, 2, 0],
+    )
+    assert state.used[..., :-1].tolist() == [[[1, 0, 0, 0, 0]]]
+    # One of them is selected: a hit, and its first. The other is asked for again, page 0 is not.
+    assert run_ahead(diff, state, [1, 5], [7, -1], 22) == (
+        [1, 5, 2, -1],
+        [NONE] * 4,
+        [2, 0, 0, 0, 1],
+    )
+    assert state.used[..., :-1].tolist() == [[[1, 3, 2, 0, 0]]]
+    # Empty slots first, then page 0, older than page 7; page 1 was selected before, and its age says so.
+    assert run_ahead(diff, state, [2, 5], [1, 3], 22) == (
+        [3, 5, 1, 4],
+        [[2, 3], [3, 4], NONE, NONE],
+        [1, 1, 0, 1, 0],
+    )
+    assert state.used[..., :-1].tolist() == [[[1, 5, 2, 5, 4]]]
+    # Page 3 was loaded in vain, and goes before pages 1 and 2; a tail among the others is left out.
+    assert run_ahead(diff, state, [4, 6], [5, 8], 23) == (
+        [0, 2, -1, 4],
+        [[4, 0], [6, 2], [8, 4], NONE],
+        [0, 2, 3, 1, 0],
+    )
+    assert state.table.tolist() == [[[-1, 1, 3, -1, 0, 5, 2, -1, 4]]]
+
+
 @pytest.mark.parametrize(
     "shape",
     [
+        PoolShape(selected=4, more=3, slots=8),
+        PoolShape(selected=5, more=2, slots=16, pages=200, batch=3, page_major=True),
+        PoolShape(selected=1, more=9, slots=12, pages=14, batch=1),
+        PoolShape(selected=33, more=33, slots=100, pages=400, batch=1),
         PoolShape(selected=1, slots=2, pages=4),
         PoolShape(selected=1, slots=4, pages=3, batch=1),
         PoolShape(selected=6, slots=7),

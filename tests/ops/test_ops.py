@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hsa_compile import algorithms
 from hsa_compile.ops import aten
 from hsa_compile.ops.page_mask import MASKED_BELOW, page_mask, unpack
 from hsa_compile.ops.select import select_reference
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
-from tests.ops.cases import Case, build, cases
+from tests.ops.cases import Case, assert_same_pages, build, cases, page_ranks
 from tests.ops.checks import HSA, TOLERANCE, attend, check_attention, check_select
 
 RANDOM = settings(
@@ -81,8 +82,8 @@ def select_by_scores(
     """Ids and counts of the reference and of the op, for one head and pages of 4 tokens."""
     summary = torch.tensor(scores).view(1, 1, -1, 1)
     q, bits = torch.ones(1, 1, 1, 1), torch.tensor(words).view(1, 1, -1)
-    fields = {"budget": slots, "fraction": 0, "sink": 0, "recent": 0, "reduce": "max"} | rule
-    arguments = (1.0, "mean", 4, slots, *fields.values())
+    fields = {"budget": slots, "fraction": 0, "sink": 0, "recent": 0, "reduce": "max", "more": 0}
+    arguments = (1.0, "mean", 4, slots, *(fields | rule).values())
     found = [f(q, summary, bits, *arguments) for f in (select_reference, HSA.select)]
     return tuple(x.flatten().tolist() for pair in found for x in pair)  # type: ignore[return-value]
 
@@ -113,6 +114,21 @@ def select_by_scores(
         ([1, 9, 2, 0], [0, 8, 15, 1], 4, {"fraction": 65536}, [1, 2, 3, -1], [6, 6]),
         # More slots than pages.
         ([1, 2], [15, 15], 4, {}, [0, 1, -1, -1], [8, 8]),
+        # The two that just missed, ascending; ties go to the lower index; not counted.
+        ([5, 3, 7, 1, 3, 3, 0], [15] * 7, 2, {"more": 2}, [2, 6, 0, 1], [8, 28]),
+        # Fewer are left than asked for, and the empty page is none of them.
+        ([5, 3, 7, 9, 0], [15, 15, 15, 0, 3], 2, {"more": 3}, [2, 4, 0, 1, -1], [6, 14]),
+        # A row within its budget leaves none.
+        ([1, 9, 2, 0], [0, 12, 15, 3], 3, {"budget": 2, "more": 1}, [1, 2, 3, -1], [8, 8]),
+        # Forced beyond the budget: the rest is next, though there is a free slot.
+        (
+            [9, 8, 9, 0, 0],
+            [15] * 5,
+            3,
+            {"budget": 1, "recent": 5, "more": 1},
+            [3, 4, -1, 0],
+            [8, 20],
+        ),
     ],
 )
 def test_select_by_hand(
@@ -155,6 +171,20 @@ def spelling(request: pytest.FixtureRequest) -> object:
         if request.param == "as traced":
             patch.setattr(aten, "_is_traced", lambda x: True)
         yield request.param
+
+
+@RANDOM
+@given(case=cases(), more=st.integers(1, 20))
+def test_pages_that_just_missed(spelling: object, case: Case, more: int) -> None:
+    """They do not change the selection, and are those of the specification."""
+    state = build(case)
+    given_ = (state.q, state.summary, state.bits, *case.selection())
+    (alone, counted), (ids, counts) = HSA.select(*given_), HSA.select(*given_, more)
+    slots = alone.shape[-1]
+    assert torch.equal(ids[..., :slots], alone) and torch.equal(counts, counted)
+    expected, _ = select_reference(*given_, more)
+    if torch.equal(alone, expected[..., :slots]):
+        assert_same_pages(ids[..., slots:], expected[..., slots:], page_ranks(state))
 
 
 @RANDOM

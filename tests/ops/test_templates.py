@@ -75,6 +75,7 @@ def check_select(
     recent: int = 8,
     config: Config | None = None,
     tied: bool = False,
+    more: int = 0,
 ) -> None:
     bits = page_mask(make_mask(kind, shape), shape.page)
     q = torch.randn(shape.batch, shape.heads, 1, shape.dim).to(dtype)
@@ -83,7 +84,7 @@ def check_select(
     share = round(fraction * FRACTION_UNIT)
     budget = max(slots, forced_pages(sink, recent, shape.page))
     slots = budget + 1 if not fraction else bits.shape[-1]
-    rest = (algorithm, shape.page, slots, budget, share, sink, recent, reduce)
+    rest = (algorithm, shape.page, slots, budget, share, sink, recent, reduce, more)
     ids, counts = select_reference(q.double(), summary.double(), bits, shape.scale, *rest)
     # Pages that cannot be attended are not read.
     union = bits.expand(shape.batch, shape.heads, -1).unflatten(1, (shape.kv_heads, shape.group))
@@ -243,6 +244,27 @@ def test_selection_in_blocks(interpreted: Check, ways: int, kind: str) -> None:
             recent=20,
             config=config,
         )
+
+
+@pytest.mark.parametrize("more", [1, 5, 200])
+@pytest.mark.parametrize("single", [True, False])
+def test_pages_that_just_missed(interpreted: Check, single: bool, more: int) -> None:
+    config = None if single else Config({"WAYS": 2, "SINGLE": False, "BLOCK": 16}, 4)
+    rest = {"config": config, "more": more}
+    for kind in ("row full", "batch", "heads", "heads empty"):
+        for reduce in ("softmax_mean", "max"):
+            shape, dtype = Shape(tokens=400), torch.float32
+            interpreted(check_select, shape, "cuboid", dtype, kind, reduce, slots=9, **rest)
+    for slots in (1, 12, 24, 25, 30):
+        interpreted(
+            check_select, shape, "mean", dtype, "batch", "softmax_mean",
+            slots=slots, sink=0, tied=slots % 2 == 0, **rest,
+        )  # fmt: skip
+    for tokens in (1, 16, 17):
+        interpreted(
+            check_select, Shape(tokens=tokens), "mean", dtype, "batch", "softmax_mean", **rest
+        )
+    interpreted(check_select, shape, "mean", dtype, "batch", "softmax_mean", fraction=0.3, **rest)
 
 
 def test_nan_scores_rank_lowest(interpreted: Check) -> None:

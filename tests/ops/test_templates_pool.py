@@ -45,6 +45,9 @@ SLOW = pytest.mark.slow
             PoolShape(selected=33, slots=34, pages=100, batch=1, page_major=True), marks=SLOW
         ),
         PoolShape(selected=96, slots=192, pages=2000, batch=1, kv_heads=1, page=64),
+        PoolShape(selected=4, more=3, slots=8),
+        pytest.param(PoolShape(selected=1, more=9, slots=12, pages=14, batch=1), marks=SLOW),
+        PoolShape(selected=20, more=20, slots=60, pages=300, batch=1, kv_heads=2),
     ],
     ids=str,
 )
@@ -79,6 +82,11 @@ def test_copies_of_lengths(interpreted: Check, page: int, tokens: int) -> None:
     for loads in (0, 1, None):
         shape = CacheShape(page=page, tokens=tokens, loads=loads, dim=16)
         interpreted(check_fetch, standalone.fetch, shape)
+        interpreted(check_ahead, shape)
+
+
+def check_ahead(shape: CacheShape) -> None:
+    check_fetch(partial(standalone.fetch, ahead=True), shape, ahead=True)
 
 
 def check_rows(shape: CacheShape, rows_at_once: int) -> None:
@@ -86,6 +94,7 @@ def check_rows(shape: CacheShape, rows_at_once: int) -> None:
     for config in (None, Config({"BLOCK_TOKENS": 4}, 1)):
         check_fetch(partial(standalone.fetch, config=config), shape)
     check_fetch(partial(standalone.fetch, known_rows=False), shape)
+    check_ahead(shape)
 
 
 @pytest.mark.parametrize(

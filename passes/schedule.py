@@ -1,0 +1,159 @@
+"""Find how a layer's query can be guessed one layer early, and what its pages can be fetched behind.
+
+before: plans whose policy says prefetch="cross_layer"
+after:  the same with a ``Lookahead``, or with the reason why there is none
+
+        h0 ──norm──q_proj──rotary──> q0 ──attention──o_proj──(+)──mlp──(+)── h1 ──norm'──q_proj'──rotary'──> q1
+        └────norm'──q_proj'──rotary'──> guess at q1, made before the attention of q0
+
+A residual stream changes little from layer to layer, so what the next layer would ask of this one's stream is much of
+what it will ask of its own (InfiniGen, Lee et al. 2024, with the weights and the cache of the model itself). The guess
+is made where all that it reads is there, right before the attention of the layer before; what is selected by it is
+fetched behind everything from there to the layer's own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from hsa_compile.site import LayerPlan, Lookahead, Reject
+
+from .graph_tools import CASTS, memory, modifies, op, raw_name, same, tensor, where, writes
+
+if TYPE_CHECKING:
+    import networkx
+
+_MOST_NODES = 200
+"""Between a residual stream and a query; more is something else."""
+_RANDOM = frozenset({"dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like"})
+
+
+def schedule(graph: fx.Graph, plans: Sequence[LayerPlan | Reject]) -> list[LayerPlan | Reject]:
+    """Plans in the same order, those with prefetch="cross_layer" with how."""
+    wanted = [
+        item
+        for item in plans
+        if isinstance(item, LayerPlan) and item.pool_slots and item.policy.prefetch == "cross_layer"
+    ]
+    if not wanted:
+        return list(plans)
+    flow, place = _flow(graph), {node: i for i, node in enumerate(graph.nodes)}
+    scheduled: list[LayerPlan | Reject] = []
+    earlier: LayerPlan | None = None
+    for item in plans:
+        if not isinstance(item, LayerPlan):
+            earlier = None
+            scheduled.append(item)
+            continue
+        if item in wanted:
+            found = _look_ahead(item, earlier, flow, place)
+            item = (
+                replace(item, no_lookahead=found)
+                if isinstance(found, str)
+                else replace(item, lookahead=found)
+            )
+        scheduled.append(item)
+        earlier = item
+    return scheduled
+
+
+def _flow(graph: fx.Graph) -> networkx.DiGraph:
+    """Who reads whom."""
+    import networkx
+
+    flow = networkx.DiGraph()
+    flow.add_nodes_from(graph.nodes)
+    flow.add_edges_from((source, node) for node in graph.nodes for source in node.all_input_nodes)
+    return flow
+
+
+def _look_ahead(
+    plan: LayerPlan,
+    earlier: LayerPlan | None,
+    flow: networkx.DiGraph,
+    place: dict[fx.Node, int],
+) -> Lookahead | str:
+    if earlier is None:
+        return "there is no attention before it"
+    if not earlier.pool_slots:
+        return "the attention before it reads no pool"
+    mine, its = (_residual(p, flow, place) for p in (plan, earlier))
+    if mine is None or its is None:
+        return "no residual stream was found around the attention"
+    now, then = tensor(mine), tensor(its)
+    assert now is not None and then is not None
+    alike = now.dtype == then.dtype and now.device == then.device and now.ndim == then.ndim
+    if not alike or not all(map(same, now.shape, then.shape)):
+        return "the residual stream changes its shape between the layers"
+    begin = place[earlier.site.attention.out]
+    steps = _steps(plan, mine, begin, place)
+    if isinstance(steps, str):
+        return steps
+    if place[its] >= begin:
+        return "the residual stream of the layer before is not there yet"
+    masks = [term.node for term in plan.site.attention.masks if term.node is not None]
+    if any(place[node] >= begin for node in masks):
+        return "its mask is made after the attention before it"
+    behind = _modules(place, begin, place[plan.site.keys.write])
+    if not behind:
+        return "nothing runs between the attention before it and its own"
+    return Lookahead(mine, its, steps, earlier.site.attention.out, behind)
+
+
+def _residual(plan: LayerPlan, flow: networkx.DiGraph, place: dict[fx.Node, int]) -> fx.Node | None:
+    """The stream that the layer's query is made of, and to which the result of its attention is added."""
+    import networkx
+
+    attention = plan.site.attention
+    before = networkx.ancestors(flow, attention.q)
+    after = networkx.descendants(flow, attention.out)
+    for node in sorted(after, key=place.__getitem__):
+        if op(node) != "add" or len(node.all_input_nodes) != 2 or modifies(node):
+            continue
+        for stream, added in (node.all_input_nodes, node.all_input_nodes[::-1]):
+            stream = _uncast(stream)
+            if stream in before and stream not in after and added in after | {attention.out}:
+                return stream if tensor(stream) is not None else None
+    return None
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    while op(node) in CASTS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _steps(
+    plan: LayerPlan, stream: fx.Node, begin: int, place: dict[fx.Node, int]
+) -> tuple[fx.Node, ...] | str:
+    """What makes the query of the stream, and of what is there at ``begin``; in order."""
+    needed: dict[fx.Node, None] = {}
+    frontier = [plan.site.attention.q]
+    while frontier:
+        node = frontier.pop()
+        if node is stream or node in needed or place[node] < begin:
+            continue
+        if node.op not in ("call_function", "call_method"):
+            return f"its query is made of {node.name}, which is given later"
+        if op(node) in _RANDOM or raw_name(node) in _RANDOM:
+            return f"its query is random ({node.name})"
+        if modifies(node) or writes(memory(node)):
+            return f"its query is made of {node.name}, which is written in place"
+        needed[node] = None
+        frontier.extend(node.all_input_nodes)
+        if len(needed) > _MOST_NODES:
+            return "its query is made of more than the residual stream"
+    if not any(stream in node.all_input_nodes for node in needed):
+        return "its query is not made of the residual stream"
+    return tuple(sorted(needed, key=place.__getitem__))
+
+
+def _modules(place: dict[fx.Node, int], begin: int, end: int) -> tuple[str, ...]:
+    """Paths of the modules that run between two places, each once."""
+    paths = (where(node, 0).path for node, at in place.items() if begin <= at < end)
+    found = dict.fromkeys(path or "the model" for path in paths)
+    return tuple(p for p in found if not any(q.startswith(p + ".") for q in found))
