@@ -18,10 +18,11 @@ Diff = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class PoolShape:
-    """``selected`` is K, ``more`` M, ``slots`` N."""
+    """``selected`` is K, ``more`` M, ``slots`` N; ``early``: what may be selected is asked for before each step."""
 
     selected: int = 6
     more: int = 0
+    early: bool = False
     slots: int = 12
     pages: int = 40
     batch: int = 2
@@ -198,6 +199,45 @@ def check_invariants(state: PoolState, ids: Tensor, slots: Tensor, more: int = 0
         assert len(row[named].unique()) == int(named.sum())
 
 
+def compare_diff(
+    diff: Diff,
+    shape: PoolShape,
+    state: PoolState,
+    rows: list[list[Recency]],
+    ids: Tensor,
+    position: Tensor,
+    more: int,
+) -> Tensor:
+    """One call is what the specification and the model of the rule make of it; returns its counts."""
+    want = state.clone()
+    before = ids.clone(), position.clone()
+    got = diff(ids, position, shape.page, *state.tensors(), more)
+    expected = diff_reference(ids, position, shape.page, *want.tensors(), more)
+    assert torch.equal(ids, before[0]) and torch.equal(position, before[1])
+    for name, a, b in zip(("slots", "loads", "counts"), got, expected, strict=True):
+        assert a.dtype == torch.int32 and torch.equal(a, b), f"{name}: {a} instead of {b}"
+    assert torch.equal(state.table, want.table) and torch.equal(state.owner, want.owner)
+    # The last slot's is of no meaning.
+    assert torch.equal(state.used[..., :-1], want.used[..., :-1])
+    assert torch.equal(state.clock, want.clock)
+    slots, loads, counts = got
+    check_invariants(state, ids, slots, more)
+    selects = ids.shape[-1] - more
+    for b, row in enumerate(rows):
+        tail = int(position[b % len(position)]) // shape.page
+        for h, recency in enumerate(row):
+            named = ids[b, h].tolist()
+            selected = [page for page in named[:selects] if page >= 0]
+            others = [page for page in named[selects:] if page >= 0]
+            to_load, counted = recency.step(selected, others, tail)
+            left_out = {tail, -1} if tail not in selected else {-1}
+            in_slots = [-1 if page in left_out else recency.pages[page] for page in named]
+            assert slots[b, h].tolist() == in_slots
+            assert torch.equal(loads[b, h], padded(to_load, loads[b, h]))
+            assert counts[b, h].tolist() == counted
+    return counts
+
+
 def check_diff(diff: Diff, shape: PoolShape, steps: int, stale: float = 0.02) -> None:
     """Decode at random; every step is what the specification and the model of the rule make of it."""
     state = new_state(shape)
@@ -206,39 +246,19 @@ def check_diff(diff: Diff, shape: PoolShape, steps: int, stale: float = 0.02) ->
     for ids, position in selections(shape, steps, ahead=0.1):
         dropped = make_stale(state, stale if torch.rand(()) < 0.5 else 0.0)
         dropped, opened = move_tail(state, position, shape.page, dropped)
-        want = state.clone()
-        before = ids.clone(), position.clone()
-        got = diff(ids, position, shape.page, *state.tensors(), shape.more)
-        expected = diff_reference(ids, position, shape.page, *want.tensors(), shape.more)
-        assert torch.equal(ids, before[0]) and torch.equal(position, before[1])
-        for name, a, b in zip(("slots", "loads", "counts"), got, expected, strict=True):
-            assert a.dtype == torch.int32 and torch.equal(a, b), f"{name}: {a} instead of {b}"
-        assert torch.equal(state.table, want.table) and torch.equal(state.owner, want.owner)
-        # The last slot's is of no meaning.
-        assert torch.equal(state.used[..., :-1], want.used[..., :-1])
-        assert torch.equal(state.clock, want.clock)
-        slots, loads, counts = got
-        check_invariants(state, ids, slots, shape.more)
-        evictions += int(counts[..., EVICTIONS].sum())
-        first_hits += int(counts[..., FIRST_HITS].sum())
         for b, row in enumerate(rows):
             tail = int(position[b % len(position)]) // shape.page
             for h, recency in enumerate(row):
                 recency.drop(dropped[b, h].nonzero().flatten().tolist())
                 recency.pages |= {tail: recency.last} if opened[b, h] else {}
-                named = ids[b, h].tolist()
-                selected = [page for page in named[: shape.selected] if page >= 0]
-                others = [page for page in named[shape.selected :] if page >= 0]
-                to_load, counted = recency.step(selected, others, tail)
-                in_slots = [recency.pages.get(page, -1) for page in named]
-                in_slots = [
-                    -1 if at >= shape.selected and page == tail else slot
-                    for at, (page, slot) in enumerate(zip(named, in_slots, strict=True))
-                ]
-                assert slots[b, h].tolist() == in_slots
-                assert torch.equal(loads[b, h], padded(to_load, loads[b, h]))
-                assert counts[b, h].tolist() == counted
-    if shape.more and steps > 20:
+        if shape.early:
+            guess = ids[..., : shape.selected].clone()
+            guess[torch.rand(guess.shape) < 0.3] = -1
+            compare_diff(diff, shape, state, rows, guess, position, guess.shape[-1])
+        counts = compare_diff(diff, shape, state, rows, ids, position, shape.more)
+        evictions += int(counts[..., EVICTIONS].sum())
+        first_hits += int(counts[..., FIRST_HITS].sum())
+    if (shape.more or shape.early) and steps > 20:
         assert first_hits > 0
     if shape.pages > 2 * shape.slots and stale < 0.1 and steps > 20:
         assert evictions > 0

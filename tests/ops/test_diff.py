@@ -148,6 +148,8 @@ def test_pages_for_the_next_step(diff: Diff) -> None:
     "shape",
     [
         PoolShape(selected=4, more=3, slots=8),
+        PoolShape(selected=6, slots=9, early=True),
+        PoolShape(selected=5, more=2, slots=16, pages=60, batch=3, early=True),
         PoolShape(selected=5, more=2, slots=16, pages=200, batch=3, page_major=True),
         PoolShape(selected=1, more=9, slots=12, pages=14, batch=1),
         PoolShape(selected=33, more=33, slots=100, pages=400, batch=1),
