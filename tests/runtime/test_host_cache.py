@@ -351,11 +351,14 @@ def test_generate_with_a_compiled_forward(early: bool, how: str) -> None:
 def test_a_copy_is_in_host_memory_too() -> None:
     """The usual way to begin several texts with one prompt."""
     model, asked = tiny("llama"), request(2)
+    before = host_bytes().in_use
     cache = host_cache(model)
     prefill(model, cache, asked, 0, 30)
-    held = host_bytes().in_use
+    held = host_bytes().in_use - before
     twin = copy.deepcopy(cache)
-    assert host_bytes().in_use == 2 * held
+    assert host_bytes().in_use - before == 2 * held
+    assert all(hasattr(layer.keys, "_dynamo_static_input_type") for layer in twin.layers)
+    assert hasattr(twin.layers[0].cumulative_length, "_dynamo_static_input_type")
     want = prefill(model, cache, asked, 30, 41)
     cache.reset()
     assert torch.equal(prefill(model, twin, asked, 30, 41), want)
