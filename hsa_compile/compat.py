@@ -96,6 +96,11 @@ def mark_input(node: torch.fx.Node, *, static_address: bool) -> None:
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if static_address else {}
 
 
+def mark_static_address(tensor: torch.Tensor) -> None:
+    """Tell Dynamo that the memory of a tensor stays where it is: CUDA graphs then read and write it in place."""
+    torch._dynamo.mark_static_address(tensor)
+
+
 def _reader(at: int, dim: int | None) -> Callable[[Sequence[Any]], int]:
     if dim is None:
         return lambda arguments: int(arguments[at])

@@ -6,7 +6,9 @@ code that touches it stays right, over the bus. What was rewritten reads it page
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,3 +61,17 @@ def move_to_host(tensor: Tensor) -> bool:
     compat.swap_memory(tensor, alias)
     OWNERS.of(tensor.untyped_storage())[_KEY] = True
     return True
+
+
+def new_host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A contiguous tensor of ``device`` whose memory is on the host from the start; its content is undefined.
+
+    Raises:
+        HostMemoryError: there is too little.
+    """
+    from .host_memory import allocate
+
+    block = allocate(math.prod(shape) * dtype.itemsize, device)
+    tensor = block.tensor(shape, dtype)
+    OWNERS.of(tensor.untyped_storage())[_KEY] = True
+    return tensor

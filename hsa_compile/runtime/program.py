@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .growing import with_room_for_one
 from .host_tier import move_to_host
+from .offload import join_all
 from .overrun import OverrunCheck
 from .state import OWNERS, PageState, SummaryLayout, root_of, settle, state_of
 
@@ -132,6 +133,7 @@ class Program:
     ) -> PageState:
         read = binding.read(inputs)
         if binding.values is not None:
+            join_all()
             for tensor in read:
                 move_to_host(tensor)
         held, batch = read[0], binding.batch(arguments)
