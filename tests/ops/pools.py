@@ -21,14 +21,14 @@ class PoolShape:
     """``selected`` is K, ``more`` M, ``slots`` N; ``early``: what may be selected is asked for before each step."""
 
     selected: int = 6
-    more: int = 0
-    early: bool = False
     slots: int = 12
     pages: int = 40
     batch: int = 2
     kv_heads: int = 2
     page: int = 16
     page_major: bool = False
+    more: int = 0
+    early: bool = False
 
 
 @dataclass(frozen=True)
