@@ -138,7 +138,7 @@ def _prefetch(plan: LayerPlan) -> str:
         behind = plan.lookahead.behind
         return f"its pages are fetched behind {len(behind)} modules, {behind[0]} to {behind[-1]}"
     if plan.no_lookahead:
-        return f"nothing is fetched a layer early: {plan.no_lookahead}"
+        return f"nothing is fetched ahead: {plan.no_lookahead}"
     return ""
 
 

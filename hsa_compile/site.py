@@ -126,13 +126,15 @@ class Lookahead:
     """How the query of a layer can be guessed one layer early.
 
     ``steps`` make it of ``stream``, the residual stream that enters the layer; the guess is made of ``earlier``, the
-    one that enters the layer before, right before ``anchor``, that layer's attention. ``behind`` are the modules that
-    run between that and the layer's own attention.
+    one that enters the layer before, right before ``anchor``, that layer's attention. ``views`` lead from the caches
+    to what attention reads of them, keys and values. ``behind`` are the modules that run between that and the
+    layer's own attention.
     """
 
     stream: fx.Node
     earlier: fx.Node
     steps: tuple[fx.Node, ...]
+    views: tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]
     anchor: fx.Node
     behind: tuple[str, ...]
 
@@ -143,7 +145,7 @@ class LayerPlan:
 
     ``pool_slots`` is 0 where the cache stays on its device; else pages of a KV head's pool, the last one for the tail.
     ``ahead`` is how many pages that just missed the selection are to be there for the next step. ``lookahead`` is how
-    pages are fetched one layer early, ``no_lookahead`` why not, where the policy asks for it.
+    pages are fetched one layer early; ``no_lookahead`` why none are fetched ahead, where the policy asks for it.
     """
 
     site: AttentionSite

@@ -135,8 +135,8 @@ def fetch_early(
     position: fx.Node,
     pool: Pool,
     rule: tuple[object, ...],
-) -> tuple[fx.Node, fx.Node]:
-    """Guess the layer's query and fetch what it would select; returns memory in use, and how many pages moved.
+) -> tuple[list[fx.Node], fx.Node]:
+    """Guess the layer's query and fetch what it would select; returns what the copy reads, and how many pages moved.
 
     The cache is read as it is before the layer writes into it.
     """
@@ -145,31 +145,20 @@ def fetch_early(
     copies = {ahead.stream: ahead.earlier}
     for node in ahead.steps:
         copies[node] = emit.graph.node_copy(node, lambda source: copies.get(source, source))
-    caches = [
-        _as_read(emit, cache.base, node)
-        for cache, node in (
-            (plan.site.keys, plan.site.attention.k),
-            (plan.site.values, plan.site.attention.v),
-        )
-    ]
+    caches = []
+    for cache, views in zip((plan.site.keys, plan.site.values), ahead.views, strict=True):
+        read = cache.base
+        for view in views:
+            copies[view.args[0]] = read  # type: ignore[index]
+            read = emit.graph.node_copy(view, lambda source: copies.get(source, source))
+        caches.append(read)
     state = (pool.table, pool.owner, pool.used, pool.clock, pool.keys, pool.values)
     guess = copies[plan.site.attention.q]
     found = emit.call(
         _HSA.prefetch_select.default, guess, summary, bits, position, *caches, *state, *rule
     )
     held, moved = (emit.call(operator.getitem, found, i) for i in range(2))
-    return held, moved
-
-
-def _as_read(emit: Emitter, base: fx.Node, node: fx.Node) -> fx.Node:
-    """The part of a cache that attention reads, before this step's token is written."""
-    whole, read = tensor(base), tensor(node)
-    assert whole is not None and read is not None
-    offset = read.storage_offset()
-    view = (tuple(read.shape), read.stride(), offset)
-    if view == (tuple(whole.shape), whole.stride(), whole.storage_offset()):
-        return base
-    return emit.method("as_strided", base, *view)
+    return [held, guess], moved
 
 
 def join(emit: Emitter, held: list[fx.Node], *marks: fx.Node) -> None:

@@ -20,7 +20,6 @@ which the runtime binds to the cache at every call.
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -86,9 +85,9 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class _Early:
-    """What is fetched for a layer one layer early: memory of the copy, and how many pages moved."""
+    """What is fetched for a layer one layer early: what the copy reads, and how many pages moved."""
 
-    held: fx.Node
+    held: list[fx.Node]
     moved: fx.Node
 
 
@@ -107,7 +106,6 @@ class _Rewriter:
         self.ahead: dict[torch.device, list[fx.Node]] = {}
         self.early: dict[int, _Early] = {}
         self.inputs: dict[int, tuple[fx.Node, fx.Node, Pool | None]] = {}
-        self.readers = Counter(plan.site.keys.base for plan in plans)
 
     def run(self) -> Rewritten:
         output = next(iter(reversed(self.graph.nodes)))
@@ -196,7 +194,7 @@ class _Rewriter:
             if owns:
                 self.states[described] = self._state(at, keys, values, bits, position)
             state = self.states[described]
-            more = plan.ahead if self._alone(plan) else 0
+            more = plan.ahead
             selected = self.emit.call(
                 _HSA.select.default,
                 attention.q,
@@ -260,10 +258,6 @@ class _Rewriter:
 
     # -- state
 
-    def _alone(self, plan: LayerPlan) -> bool:
-        """Whether no other attention reads this cache: another over the same pool would meet pages on their way."""
-        return self.readers[plan.site.keys.base] == 1
-
     def _inputs(self, at: int) -> tuple[fx.Node, fx.Node, Pool | None]:
         """Graph inputs for what describes the keys, summary and coverage, and for a pool of their pages; made once."""
         if at in self.inputs:
@@ -297,7 +291,7 @@ class _Rewriter:
         tail: tuple[fx.Node, ...] = ()
         if pool is not None:
             if early is not None:
-                join(self.emit, [early.held], pool.table, early.moved)
+                join(self.emit, early.held, pool.table, early.moved)
             tail = (append(self.emit, plan, keys, values, bits, position, covered, pool),)
         arguments = (keys, bits, position, summary, covered, policy.algorithm, policy.page_size)
         self.emit.call(_HSA.summarize.default, *arguments, *tail)
@@ -307,7 +301,7 @@ class _Rewriter:
         """Before the attention of one layer, guess the query of a later one and fetch what it would select."""
         plan, now = self.plans[later], self.plans[at]
         ahead = plan.lookahead
-        if ahead is None or not self.moves or not (self._alone(now) and self._alone(plan)):
+        if ahead is None or not self.moves:
             return
         self._inputs(at)  # the inputs stand in the order of the layers
         summary, _, pool = self._inputs(later)

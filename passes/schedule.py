@@ -1,7 +1,7 @@
 """Find how a layer's query can be guessed one layer early, and what its pages can be fetched behind.
 
 before: plans whose policy says prefetch="cross_layer"
-after:  the same with a ``Lookahead``, or with the reason why there is none
+after:  the same with a ``Lookahead``, or with the reason why nothing is fetched ahead
 
         h0 ──norm──q_proj──rotary──> q0 ──attention──o_proj──(+)──mlp──(+)── h1 ──norm'──q_proj'──rotary'──> q1
         └────norm'──q_proj'──rotary'──> guess at q1, made before the attention of q0
@@ -14,48 +14,61 @@ fetched behind everything from there to the layer's own attention.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
-from hsa_compile.site import LayerPlan, Lookahead, Reject
+from hsa_compile.site import CacheUpdate, LayerPlan, Lookahead, Reject
 
-from .graph_tools import CASTS, memory, modifies, op, raw_name, same, tensor, where, writes
+from .graph_tools import (
+    CASTS,
+    argument,
+    memory,
+    modifies,
+    op,
+    raw_name,
+    same,
+    tensor,
+    where,
+    writes,
+)
 
 if TYPE_CHECKING:
     import networkx
 
 _MOST_NODES = 200
 """Between a residual stream and a query; more is something else."""
-_RANDOM = frozenset({"dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like"})
+_RANDOM = frozenset({"dropout1d", "dropout2d", "dropout3d", "gumbel_softmax"})
+"""Functions that are random and have no op of their name."""
 
 
 def schedule(graph: fx.Graph, plans: Sequence[LayerPlan | Reject]) -> list[LayerPlan | Reject]:
-    """Plans in the same order, those with prefetch="cross_layer" with how."""
-    wanted = [
-        item
-        for item in plans
-        if isinstance(item, LayerPlan) and item.pool_slots and item.policy.prefetch == "cross_layer"
-    ]
-    if not wanted:
+    """Plans in the same order, those with prefetch="cross_layer" with how; none where two attentions share a pool."""
+    pooled = [item for item in plans if isinstance(item, LayerPlan) and item.pool_slots]
+    if all(item.policy.prefetch == "none" for item in pooled):
         return list(plans)
     flow, place = _flow(graph), {node: i for i, node in enumerate(graph.nodes)}
+    readers = Counter(item.site.attention.k for item in pooled)
     scheduled: list[LayerPlan | Reject] = []
-    earlier: LayerPlan | None = None
+    earlier: LayerPlan | Reject | None = None
     for item in plans:
-        if not isinstance(item, LayerPlan):
-            earlier = None
-            scheduled.append(item)
-            continue
-        if item in wanted:
-            found = _look_ahead(item, earlier, flow, place)
-            item = (
-                replace(item, no_lookahead=found)
-                if isinstance(found, str)
-                else replace(item, lookahead=found)
-            )
+        if isinstance(item, LayerPlan) and item.pool_slots and item.policy.prefetch != "none":
+            found: Lookahead | str | None = None
+            if readers[item.site.attention.k] > 1:
+                # The other would meet pages on their way.
+                item, found = replace(item, ahead=0), "another attention reads the same cache"
+            elif item.policy.prefetch == "cross_layer":
+                found = _look_ahead(item, earlier, readers, flow, place)
+            elif not item.ahead:
+                found = "the selection has room for every page"
+            if isinstance(found, str):
+                item = replace(item, no_lookahead=found)
+            else:
+                item = replace(item, lookahead=found)
         scheduled.append(item)
         earlier = item
     return scheduled
@@ -73,21 +86,28 @@ def _flow(graph: fx.Graph) -> networkx.DiGraph:
 
 def _look_ahead(
     plan: LayerPlan,
-    earlier: LayerPlan | None,
+    earlier: LayerPlan | Reject | None,
+    readers: Counter[fx.Node],
     flow: networkx.DiGraph,
     place: dict[fx.Node, int],
 ) -> Lookahead | str:
     if earlier is None:
         return "there is no attention before it"
+    if isinstance(earlier, Reject):
+        return "the attention before it is left as it is"
     if not earlier.pool_slots:
         return "the attention before it reads no pool"
+    if readers[earlier.site.attention.k] > 1:
+        return "another attention reads the cache of the attention before it"
     mine, its = (_residual(p, flow, place) for p in (plan, earlier))
     if mine is None or its is None:
         return "no residual stream was found around the attention"
     now, then = tensor(mine), tensor(its)
     assert now is not None and then is not None
     alike = now.dtype == then.dtype and now.device == then.device and now.ndim == then.ndim
-    if not alike or not all(map(same, now.shape, then.shape)):
+    if not alike or not all(
+        map(same, (*now.shape, *_strides(now)), (*then.shape, *_strides(then)))
+    ):
         return "the residual stream changes its shape between the layers"
     begin = place[earlier.site.attention.out]
     steps = _steps(plan, mine, begin, place)
@@ -101,7 +121,27 @@ def _look_ahead(
     behind = _modules(place, begin, place[plan.site.keys.write])
     if not behind:
         return "nothing runs between the attention before it and its own"
-    return Lookahead(mine, its, steps, earlier.site.attention.out, behind)
+    attention, keys, values = plan.site.attention, plan.site.keys, plan.site.values
+    views = (_views(keys, attention.k), _views(values, attention.v))
+    if any(place[node] >= begin for view in sum(views, ()) for node in view.all_input_nodes[1:]):
+        return "what it reads of its cache is chosen after the attention before it"
+    return Lookahead(mine, its, steps, views, earlier.site.attention.out, behind)
+
+
+def _strides(stream: torch.Tensor) -> list[object]:
+    """Strides, where they matter."""
+    pairs = zip(stream.shape, stream.stride(), strict=True)
+    return [1 if same(size, 1) else stride for size, stride in pairs]
+
+
+def _views(cache: CacheUpdate, read: fx.Node) -> tuple[fx.Node, ...]:
+    """From the cache to what attention reads of it; in order."""
+    found: list[fx.Node] = []
+    while read is not cache.base:
+        if read is not cache.write and not modifies(read):
+            found.insert(0, read)
+        read = read.args[0]  # type: ignore[assignment]
+    return tuple(found)
 
 
 def _residual(plan: LayerPlan, flow: networkx.DiGraph, place: dict[fx.Node, int]) -> fx.Node | None:
@@ -139,9 +179,11 @@ def _steps(
             continue
         if node.op not in ("call_function", "call_method"):
             return f"its query is made of {node.name}, which is given later"
-        if op(node) in _RANDOM or raw_name(node) in _RANDOM:
+        if place[node] == begin:
+            return "its query is made of more than the residual stream"
+        if _is_random(node):
             return f"its query is random ({node.name})"
-        if modifies(node) or writes(memory(node)):
+        if _is_written(node):
             return f"its query is made of {node.name}, which is written in place"
         needed[node] = None
         frontier.extend(node.all_input_nodes)
@@ -150,6 +192,31 @@ def _steps(
     if not any(stream in node.all_input_nodes for node in needed):
         return "its query is not made of the residual stream"
     return tuple(sorted(needed, key=place.__getitem__))
+
+
+def _is_random(node: fx.Node) -> bool:
+    if op(node).endswith("dropout") and argument(node, 2, "training", True) is False:
+        return False
+    named = getattr(torch.ops.aten, raw_name(node), None)
+    found = [*_overloads(node.target), *_overloads(named)]
+    seeded = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in found)
+    return seeded or raw_name(node) in _RANDOM
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether a call writes in place, or another into what it returns; ops of other libraries tell by their schema."""
+    by_schema = (
+        o._schema.is_mutable for call in (node, *node.users) for o in _overloads(call.target)
+    )
+    return modifies(node) or "out" in node.kwargs or bool(writes(memory(node))) or any(by_schema)
+
+
+def _overloads(target: object) -> list[torch._ops.OpOverload]:
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name) for name in target.overloads() if "out" not in name]
+    return []
 
 
 def _modules(place: dict[fx.Node, int], begin: int, end: int) -> tuple[str, ...]:

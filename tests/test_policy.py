@@ -63,11 +63,34 @@ def test_the_default_layer():
         ("pool", 0.5, ["pool 0.5", "a number from 1 to 64"]),
         ("pool", 65, ["pool 65", "a number from 1 to 64"]),
         ("pool", "2", ["pool '2'", "a number from 1 to 64"]),
+        (
+            "prefetch",
+            "next_ranks",
+            ["prefetch 'next_ranks'", "'none', 'next_rank', 'cross_layer'", "mean 'next_rank'?"],
+        ),
+        ("prefetch", None, ["prefetch None", "'none', 'next_rank', 'cross_layer'"]),
+        ("ahead", 0, ["ahead 0 is not valid", "a number above 0 and up to 4"]),
+        ("ahead", 4.5, ["ahead 4.5", "a number above 0 and up to 4"]),
+        ("ahead", float("nan"), ["ahead nan", "a number above 0"]),
+        ("ahead", True, ["ahead True", "a number above 0"]),
+        ("ahead", "0.5", ["ahead '0.5'", "a number above 0"]),
     ],
 )
 def test_a_bad_field_names_value_and_valid(field, value, message):
     with pytest.raises(PolicyError, match=says(*message)):
         LayerPolicy(**{field: value})
+
+
+def test_a_pool_holds_the_selection_and_what_is_loaded_ahead():
+    message = ["pool 1.2 is not valid", "at least 1.25", "'next_rank' and ahead 0.25"]
+    with pytest.raises(PolicyError, match=says(*message)):
+        LayerPolicy(pool=1.2, prefetch="next_rank")
+    with pytest.raises(PolicyError, match=says("layers[0]: pool 2.0", "at least 3")):
+        Policy.load({"layers": {0: {"prefetch": "next_rank", "ahead": 2}}})
+    assert LayerPolicy(pool=1.25, prefetch="next_rank").ahead == 0.25
+    # What "next_rank" alone looks at is no fault elsewhere, as pool is none with placement "device".
+    assert LayerPolicy(pool=1, ahead=4, prefetch="cross_layer").pool == 1.0
+    assert LayerPolicy(prefetch="cross_layer").placement == "device"
 
 
 def test_a_policy_error_is_a_value_error():
@@ -112,6 +135,17 @@ def test_one_token_is_not_everything():
         (
             LayerPolicy("quest", 0.125, 16, 0, 1, "max"),
             "quest budget=0.125 page=16 sink=0 recent=1 group_reduce=max",
+        ),
+        # Where it has no effect it is not described.
+        (LayerPolicy(pool=3, prefetch="cross_layer"), describe(LayerPolicy())),
+        (LayerPolicy("dense", placement="host", prefetch="cross_layer"), "dense placement=host"),
+        (
+            LayerPolicy(placement="host", prefetch="cross_layer", ahead=0.5),
+            describe(LayerPolicy()) + " placement=host pool=2 prefetch=cross_layer",
+        ),
+        (
+            LayerPolicy(placement="host", prefetch="next_rank", ahead=0.5),
+            describe(LayerPolicy()) + " placement=host pool=2 prefetch=next_rank ahead=0.5",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from hsa_compile import compat
 from hsa_compile.backend import Lowered, lower_graph
 from hsa_compile.options import parse_options
 from hsa_compile.passes.find_cache import base_of
-from hsa_compile.passes.graph_tools import op, raw_name, tensor, value
+from hsa_compile.passes.graph_tools import op, raw_name, tensor, value, where
 
 _SHORT = {"float32": "f32", "float64": "f64", "int64": "i64", "int32": "i32", "bool": "b8"}
 _SHOWN = frozenset({"full", "clone"})
@@ -98,8 +98,14 @@ class Printer:
             "checked_position": "position",
             "select": "ids, counts",
             "sparse_attention": "out, lse",
+            "diff": "slots, loads, moved",
+            "prefetch": "held",
+            "prefetch_select": "early, moved_early",
         }
         number = sum(f"hsa.{name}(" in line for line in self.lines)
+        if name == "prefetch_select":
+            self.names[node.args[0]] = f"guess_{number}"
+            self.lines.append(f"guess_{number} = {self._made_of(node.args[0])}")
         call = self._call(f"hsa.{name}", node.args, node.kwargs)
         if name not in results:
             self.lines.append(call)
@@ -111,6 +117,21 @@ class Printer:
         for user in node.users:
             if op(user) == "getitem" and len(parts) > 1:
                 self.names[user] = parts[user.args[1]]
+
+    def _made_of(self, node: fx.Node) -> str:
+        """The modules whose parameters and buffers a query is made with, in order."""
+        behind, frontier = {node}, [node]
+        while frontier:
+            new = [source for source in frontier.pop().all_input_nodes if source not in behind]
+            behind.update(new)
+            frontier += new
+        read = "_parameters_", "_buffers_"
+        paths = dict.fromkeys(
+            where(call, 0).path
+            for call in self.graph.nodes
+            if call in behind and any(x in s.name for s in call.all_input_nodes for x in read)
+        )
+        return ", ".join(paths)
 
     def _call(self, name: str, args: Any, kwargs: Any) -> str:
         shown = [self.show(arg) for arg in args]

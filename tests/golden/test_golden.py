@@ -13,7 +13,7 @@ from .format import format_graph, lowered
 POLICY = {"budget": 64, "page_size": 16, "recent": 16}
 
 
-def decode_graph(family: str, kind: str, attention: str = "sdpa") -> str:
+def decode_graph(family: str, kind: str, attention: str = "sdpa", **policy: object) -> str:
     """The first decode step after a prompt of 20 tokens, batch 2; the second where the length is symbolic then.
 
     A growing cache is decoded with padding: releases of transformers differ in whether they pass a mask without it.
@@ -30,7 +30,8 @@ def decode_graph(family: str, kind: str, attention: str = "sdpa") -> str:
     with torch.no_grad():
         model(**call(0, 20))
     steps = [call(20, 21), call(21, 22)]
-    return format_graph(lowered(model, *steps[: 2 if kind == "dynamic" else 1], policy=POLICY))
+    steps = steps[: 2 if kind == "dynamic" else 1]
+    return format_graph(lowered(model, *steps, policy={**POLICY, **policy}))
 
 
 class GptFast(nn.Module):
@@ -117,6 +118,108 @@ index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
 hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
 ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, None, bits_0, None, 0.25, 16)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_llama_host_next_rank(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("llama", "static", placement="host", prefetch="next_rank"),
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+keys_1 = input [2, 2, 128, 16] f32
+values_1 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 32] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_pool_table_0 = input [2, 2, 8] i32
+hsa_pool_owner_0 = input [2, 2, 9] i32
+hsa_pool_used_0 = input [2, 2, 9] i32
+hsa_pool_clock_0 = input [2, 2] i32
+hsa_pool_keys_0 = input [2, 2, 9, 16, 16] f32
+hsa_pool_values_0 = input [2, 2, 9, 16, 16] f32
+hsa_summary_1 = input [2, 2, 8, 32] f32
+hsa_covered_1 = input [2, 2, 8, 2] i64
+hsa_pool_table_1 = input [2, 2, 8] i32
+hsa_pool_owner_1 = input [2, 2, 9] i32
+hsa_pool_used_1 = input [2, 2, 9] i32
+hsa_pool_clock_1 = input [2, 2] i32
+hsa_pool_keys_1 = input [2, 2, 9, 16, 16] f32
+hsa_pool_values_1 = input [2, 2, 9, 16, 16] f32
+hsa_counters_0 = input [2, 7] i64
+position_0 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
+index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
+hsa.append(keys_0, values_0, [2, 2, 1, 16] f32, [2, 2, 1, 16] f32, bits_0, [1] i64, hsa_covered_0, hsa_pool_table_0, hsa_pool_owner_0, hsa_pool_keys_0, hsa_pool_values_0, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16, select(hsa_pool_keys_0, 2, 8))
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean, 2)
+slots_0, loads_0, moved_0 = hsa.diff(ids_0, [1] i64, 16, hsa_pool_table_0, hsa_pool_owner_0, hsa_pool_used_0, hsa_pool_clock_0, 2)
+hsa.fetch(keys_0, values_0, loads_0, moved_0, hsa_pool_keys_0, hsa_pool_values_0, 16)
+held_0 = hsa.prefetch(keys_0, values_0, loads_0, moved_0, hsa_pool_keys_0, hsa_pool_values_0, 16)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, hsa_pool_keys_0, hsa_pool_values_0, [2, 2, 5] i32, [2, 2, 5] i32, bits_0, None, 0.25, 16)
+position_1 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_1, 2, position_1, [2, 2, 1, 16] f32)
+index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
+hsa.append(keys_1, values_1, [2, 2, 1, 16] f32, [2, 2, 1, 16] f32, bits_0, [1] i64, hsa_covered_1, hsa_pool_table_1, hsa_pool_owner_1, hsa_pool_keys_1, hsa_pool_values_1, 16)
+hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16, select(hsa_pool_keys_1, 2, 8))
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean, 2)
+slots_1, loads_1, moved_1 = hsa.diff(ids_1, [1] i64, 16, hsa_pool_table_1, hsa_pool_owner_1, hsa_pool_used_1, hsa_pool_clock_1, 2)
+hsa.fetch(keys_1, values_1, loads_1, moved_1, hsa_pool_keys_1, hsa_pool_values_1, 16)
+held_1 = hsa.prefetch(keys_1, values_1, loads_1, moved_1, hsa_pool_keys_1, hsa_pool_values_1, 16)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, hsa_pool_keys_1, hsa_pool_values_1, [2, 2, 5] i32, [2, 2, 5] i32, bits_0, None, 0.25, 16)
+hsa.join_prefetch((held_0, loads_0, moved_0, held_1, loads_1, moved_1), hsa_counters_0)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_qwen3_host_cross_layer(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("qwen3", "static", placement="host", prefetch="cross_layer"),
+            """\
+keys_0 = input [2, 2, 128, 24] f32
+values_0 = input [2, 2, 128, 24] f32
+keys_1 = input [2, 2, 128, 24] f32
+values_1 = input [2, 2, 128, 24] f32
+hsa_summary_0 = input [2, 2, 8, 48] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_pool_table_0 = input [2, 2, 8] i32
+hsa_pool_owner_0 = input [2, 2, 9] i32
+hsa_pool_used_0 = input [2, 2, 9] i32
+hsa_pool_clock_0 = input [2, 2] i32
+hsa_pool_keys_0 = input [2, 2, 9, 16, 24] f32
+hsa_pool_values_0 = input [2, 2, 9, 16, 24] f32
+hsa_summary_1 = input [2, 2, 8, 48] f32
+hsa_covered_1 = input [2, 2, 8, 2] i64
+hsa_pool_table_1 = input [2, 2, 8] i32
+hsa_pool_owner_1 = input [2, 2, 9] i32
+hsa_pool_used_1 = input [2, 2, 9] i32
+hsa_pool_clock_1 = input [2, 2] i32
+hsa_pool_keys_1 = input [2, 2, 9, 16, 24] f32
+hsa_pool_values_1 = input [2, 2, 9, 16, 24] f32
+hsa_counters_0 = input [2, 7] i64
+position_0 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_0, 2, position_0, [2, 2, 1, 24] f32)
+index_copy_(values_0, 2, position_0, [2, 2, 1, 24] f32)
+bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
+guess_0 = model.embed_tokens, model.rotary_emb, model.layers.1.input_layernorm, model.layers.1.self_attn.q_proj, model.layers.1.self_attn.q_norm
+early_0, moved_early_0 = hsa.prefetch_select(guess_0, hsa_summary_1, bits_0, [1] i64, keys_1, values_1, hsa_pool_table_1, hsa_pool_owner_1, hsa_pool_used_1, hsa_pool_clock_1, hsa_pool_keys_1, hsa_pool_values_1, 0.204124, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
+hsa.append(keys_0, values_0, [2, 2, 1, 24] f32, [2, 2, 1, 24] f32, bits_0, [1] i64, hsa_covered_0, hsa_pool_table_0, hsa_pool_owner_0, hsa_pool_keys_0, hsa_pool_values_0, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16, select(hsa_pool_keys_0, 2, 8))
+ids_0, counts_0 = hsa.select([2, 4, 1, 24] f32, hsa_summary_0, bits_0, 0.204124, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
+slots_0, loads_0, moved_0 = hsa.diff(ids_0, [1] i64, 16, hsa_pool_table_0, hsa_pool_owner_0, hsa_pool_used_0, hsa_pool_clock_0)
+hsa.fetch(keys_0, values_0, loads_0, moved_0, hsa_pool_keys_0, hsa_pool_values_0, 16)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 24] f32, hsa_pool_keys_0, hsa_pool_values_0, ids_0, slots_0, bits_0, None, 0.204124, 16)
+position_1 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_1, 2, position_1, [2, 2, 1, 24] f32)
+index_copy_(values_1, 2, position_1, [2, 2, 1, 24] f32)
+hsa.join_prefetch((early_0, guess_0), hsa_pool_table_1, moved_early_0)
+hsa.append(keys_1, values_1, [2, 2, 1, 24] f32, [2, 2, 1, 24] f32, bits_0, [1] i64, hsa_covered_1, hsa_pool_table_1, hsa_pool_owner_1, hsa_pool_keys_1, hsa_pool_values_1, 16)
+hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16, select(hsa_pool_keys_1, 2, 8))
+ids_1, counts_1 = hsa.select([2, 4, 1, 24] f32, hsa_summary_1, bits_0, 0.204124, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
+slots_1, loads_1, moved_1 = hsa.diff(ids_1, [1] i64, 16, hsa_pool_table_1, hsa_pool_owner_1, hsa_pool_used_1, hsa_pool_clock_1)
+hsa.fetch(keys_1, values_1, loads_1, moved_1, hsa_pool_keys_1, hsa_pool_values_1, 16)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 24] f32, hsa_pool_keys_1, hsa_pool_values_1, ids_1, slots_1, bits_0, None, 0.204124, 16)
 return [2, 1, 128] f32
 """,
         )

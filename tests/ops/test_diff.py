@@ -8,7 +8,16 @@ import torch
 import hsa_compile.ops  # noqa: F401
 from hsa_compile.ops.diff import diff_reference
 
-from .pools import Diff, PoolShape, PoolState, check_diff, new_state
+from .pools import (
+    CacheShape,
+    Diff,
+    PoolShape,
+    PoolState,
+    check_diff,
+    make_caches,
+    make_pools,
+    new_state,
+)
 
 HSA = torch.ops.hsa
 BOTH = pytest.mark.parametrize("diff", [diff_reference, HSA.diff], ids=["reference", "op"])
@@ -177,4 +186,30 @@ def test_opcheck() -> None:
     torch.library.opcheck(
         HSA.diff.default,
         (ids, torch.tensor([99]), shape.page, *state.tensors()),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_opcheck_of_what_is_loaded_ahead(rows: int) -> None:
+    """``rows``: of positions."""
+    shape = PoolShape(page=16)
+    cache = CacheShape(tokens=shape.pages * 16 - 5, dim=8, value_dim=16, slots=shape.slots)
+    caches, pools = ([x.float() for x in make(cache)] for make in (make_caches, make_pools))
+    state = new_state(shape)
+    state.used.zero_()
+    q, summary = torch.randn(2, 4, 1, 8), torch.randn(2, 2, shape.pages, 16)
+    bits, position = torch.full((1, 1, shape.pages), -1), torch.arange(99, 99 + rows)
+    rule = (0.3, "cuboid", 16, shape.selected, 5, 0, 4, 16, "softmax_mean")
+    given = (q, summary, bits, position, *caches, *state.tensors(), *pools, *rule)
+    torch.library.opcheck(HSA.prefetch_select.default, given)
+    held, counts = HSA.prefetch_select(*given)
+    assert counts[..., 3].eq(shape.selected - 1).all(), "all but the tail, if that is selected"
+    for marks in ((state.table,), (state.table, counts)):
+        torch.library.opcheck(HSA.join_prefetch.default, ([held, q], *marks))
+    ids = torch.arange(8, dtype=torch.int32).expand(2, 2, 8).contiguous()
+    _, loads, counts = HSA.diff(ids, position, 16, *new_state(shape).tensors(), 3)
+    given = (*caches, loads, counts, *pools, 16)
+    # What it returns is garbage, which is not to be compared.
+    torch.library.opcheck(
+        HSA.prefetch.default, given, test_utils=("test_schema", "test_faketensor")
     )

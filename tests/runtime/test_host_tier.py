@@ -1,5 +1,6 @@
 """``placement="host"``: the same results, bit for bit, as with the cache on the device, whatever leaves the pool."""
 
+import copy
 import gc
 import random
 from collections.abc import Callable
@@ -17,22 +18,38 @@ from .test_static_state import full_rebuilds
 POLICY = {"budget": 48, "page_size": PAGE, "sink": 4, "recent": 16}
 
 
-def compiled(model: nn.Module, placement: str, pool: float = 1.0, **options: object) -> nn.Module:
-    policy = {**POLICY, "placement": placement, "pool": pool}
+def compiled(
+    model: nn.Module,
+    placement: str,
+    pool: float = 1.0,
+    prefetch: str = "none",
+    ahead: float = 0.25,
+    **options: object,
+) -> nn.Module:
+    policy = {**POLICY, "placement": placement, "pool": pool, "prefetch": prefetch, "ahead": ahead}
     options = {"run": "eager", "strict": True, "policy": policy} | options
     return torch.compile(model, backend="hsa", options=options)
+
+
+Caches = list[tuple[Tensor, Tensor]]
 
 
 class Attend(nn.Module):
     """One layer whose queries are given, so that a test chooses which pages are selected."""
 
+    layers = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Parameter(torch.ones(()))
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor
-    ):
+    @staticmethod
+    def inputs(batch: int, sharpness: float) -> tuple[Tensor, ...]:
+        k, v = (torch.randn(batch, KV_HEADS, 1, SIZE) for _ in range(2))
+        return torch.randn(batch, HEADS, 1, SIZE) * sharpness, k, v
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, caches: Caches, position: Tensor) -> Tensor:
+        ((keys, values),) = caches
         keys.index_copy_(2, position, k)
         values.index_copy_(2, position, v)
         mask = torch.arange(keys.shape[2]) <= position
@@ -42,23 +59,37 @@ class Attend(nn.Module):
 
 
 class Twins:
-    """Two equal caches, one decoded with each placement; every step compares them."""
+    """Two equal lists of caches, one decoded with each placement; every step compares what comes of them."""
 
     def __init__(
-        self, pool: float, batch: int, capacity: int, seed: int, **options: object
+        self,
+        pool: float,
+        batch: int,
+        capacity: int,
+        seed: int,
+        model: type[nn.Module] = Attend,
+        **options: object,
     ) -> None:
-        self.random, self.batch = random.Random(seed), batch
+        self.random, self.batch, self.model = random.Random(seed), batch, model()
         self.steps = []
         for placement in ("device", "host"):
             torch._dynamo.reset()
-            self.steps.append(compiled(Attend(), placement, pool, **options))
-        self.caches = [new_cache(batch, capacity) for _ in range(2)]
+            if placement == "host":
+                self.steps.append(compiled(copy.deepcopy(self.model), placement, pool, **options))
+            else:
+                run = {key: options[key] for key in options.keys() & {"run"}}
+                self.steps.append(compiled(self.model, placement, pool, **run))
+        self.caches: list[Caches] = [self.allocate(capacity) for _ in range(2)]
         self.position = 0
         self.fill(0, capacity // 2)
 
+    def allocate(self, capacity: int) -> Caches:
+        return [new_cache(self.batch, capacity) for _ in range(self.model.layers)]
+
     def both(self, change: Callable[[Tensor, Tensor], object]) -> None:
-        for keys, values in self.caches:
-            change(keys, values)
+        for caches in self.caches:
+            for keys, values in caches:
+                change(keys, values)
 
     def fill(self, start: int, end: int) -> None:
         k, v = (torch.randn(self.batch, KV_HEADS, end - start, SIZE) for _ in range(2))
@@ -68,14 +99,21 @@ class Twins:
         self.position = end
 
     def step(self) -> None:
-        q = torch.randn(self.batch, HEADS, 1, SIZE) * self.random.choice((0.5, 4))
-        k, v = (torch.randn(self.batch, KV_HEADS, 1, SIZE) for _ in range(2))
+        inputs = self.model.inputs(self.batch, self.random.choice((0.5, 4)))
         at = torch.tensor([self.position])
         device, host = (
-            step(q, k, v, *cache, at) for step, cache in zip(self.steps, self.caches, strict=True)
+            step(*inputs, caches, at) for step, caches in zip(self.steps, self.caches, strict=True)
         )
         assert torch.equal(device, host), f"step at {self.position}"
         self.position += 1
+
+    def decode(self, steps: int, end: int = 255) -> None:
+        """Steps, and now and then something that happens to caches between them."""
+        for _ in range(steps):
+            if self.random.random() < 0.1 or self.position >= end - 5:
+                self.disturb()
+            self.position = min(self.position, end)
+            self.step()
 
     def disturb(self) -> None:
         """Something that happens to caches between steps."""
@@ -102,11 +140,7 @@ class Twins:
 def test_bit_identical_over_hundreds_of_steps(pool: float, batch: int, seed: int) -> None:
     with torch.no_grad():
         twins = Twins(pool, batch, 256, seed)
-        for _ in range(250):
-            if twins.random.random() < 0.1 or twins.position >= 250:
-                twins.disturb()
-            twins.position = min(twins.position, 255)
-            twins.step()
+        twins.decode(250)
         (layer,) = hsa_compile.stats(twins.steps[1]).layers
         assert layer.pages_loaded and (layer.pages_evicted or pool > 1)
 
@@ -175,15 +209,20 @@ def test_no_page_is_rebuilt_while_a_request_decodes() -> None:
             assert not rebuilt
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_models(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "prefetch"),
+    [("llama", "none"), ("gpt2", "none"), ("llama", "next_rank"), ("gpt2", "cross_layer")],
+)
+def test_models(kind: str, prefetch: str) -> None:
     """Two layers, three rows of different lengths: the same logits and tokens."""
     model, asked = tiny(kind, "sdpa"), request(3, length=60, steps=24, capacity=128)
     runs = []
     for placement in ("device", "host"):
         torch._dynamo.reset()
-        runs.append(decode(model, compiled(model, placement), "static", asked))
+        step = compiled(model, placement, 1.5, prefetch)
+        runs.append(decode(model, step, "static", asked))
     assert torch.equal(runs[0].logits, runs[1].logits)
+    assert (hsa_compile.stats(step).layers[1].prefetched_used > 0) == (prefetch != "none")
 
 
 def test_a_cache_that_grows_is_left_with_a_reason() -> None:
