@@ -90,6 +90,30 @@ def layer(
     return out + 1, lse, counts + 1, moved.sum((0, 1))
 
 
+def ahead(*args: Tensor) -> tuple[Tensor, ...]:
+    """A step before which pages are loaded by a guess, and beside which others are loaded for the next one."""
+    q, k, v, bits, position, keys, values, pool_keys, pool_values, summary, covered, *state = args
+    hsa, caches, pools = torch.ops.hsa, (keys, values), (pool_keys, pool_values)
+    rule = (0.125, "cuboid", PAGE, SELECTED, SELECTED, 0, 1, 1, "softmax_mean")
+    guess = q * 2
+    held, early = hsa.prefetch_select(
+        guess, summary, bits, position, *caches, *state, *pools, *rule
+    )
+    hsa.join_prefetch([held, guess], state[0], early)
+    hsa.append(*caches, k, v, bits, position, covered, *state[:2], *pools, PAGE)
+    tail = pool_keys[:, :, SLOTS - 1]
+    hsa.summarize(keys, bits, position, summary, covered, "cuboid", PAGE, tail)
+    ids, counts = hsa.select(q, summary, bits, *rule, 3)
+    slots, loads, moved = hsa.diff(ids, position, PAGE, *state, 3)
+    hsa.fetch(*caches, loads, moved, *pools, PAGE)
+    held = hsa.prefetch(*caches, loads, moved, *pools, PAGE)
+    ids, slots = ids[..., :-3], slots[..., :-3]
+    out, lse = hsa.sparse_attention(q, *pools, ids, slots, bits, None, 0.125, PAGE)
+    result = out + 1, lse, counts + 1, (moved + early).sum((0, 1))
+    hsa.join_prefetch([held, loads, moved], state[3])
+    return result
+
+
 def layer_inputs(layout: str, dtype: torch.dtype) -> list[Tensor]:
     pages = TOKENS // PAGE
     _, position, *rest = inputs(layout, dtype, page_major=True)
@@ -121,6 +145,24 @@ def check_layer(dtype: torch.dtype, growing: bool) -> None:
     assert sources == ["append", "summarize", "select", "select", "diff", "fetch", *attention]
     assert not calls_of_ops(code)
     # No pool, no slot of it, no cache, summary or record is copied.
+    copied = {f"(2, 2, {SLOTS}, {PAGE}, 64)", f"(2, 2, {PAGE}, 64)", f"(2, 2, {SLOTS})"}
+    assert not copied & set(allocations(code))
+    assert not any("128)" in size or ", 2, 64)" in size for size in allocations(code))
+
+
+def check_ahead() -> None:
+    """What runs beside stays an op, in its place among the kernels, and makes nothing be copied."""
+    # As the backend sets it: else the last join moves up.
+    with torch._inductor.config.patch(reorder_for_peak_memory=False):
+        code = written_code(ahead, layer_inputs("interleaved", torch.bfloat16))
+    assert calls_of_ops(code) == {"prefetch_select", "prefetch", "join_prefetch"}
+    called = (
+        r"Source Nodes: \[(\w+).*\n.*\n +triton_tem|^ +(?:\w+ = )?torch\.ops\.hsa\.(\w+)\.default\("
+    )
+    order = [a or b for a, b in re.findall(called, code[code.index("def call") :], re.MULTILINE)]
+    step = ["append", "summarize", "select", "select", "diff", "fetch", "prefetch"]
+    attention = ["ids_1"] * 2  # the name under which it was traced
+    assert order == ["prefetch_select", "join_prefetch", *step, *attention, "join_prefetch"], order
     copied = {f"(2, 2, {SLOTS}, {PAGE}, 64)", f"(2, 2, {PAGE}, 64)", f"(2, 2, {SLOTS})"}
     assert not copied & set(allocations(code))
     assert not any("128)" in size or ", 2, 64)" in size for size in allocations(code))
@@ -171,6 +213,10 @@ def test_a_layer_with_its_tail_in_the_pool(child: Check, growing: bool) -> None:
     child(check_layer, torch.bfloat16, growing)
     if not growing:
         child(check_layer, torch.float64, growing)
+
+
+def test_pages_loaded_ahead(child: Check) -> None:
+    child(check_ahead)
 
 
 @pytest.mark.parametrize("layout", ["head-major", "interleaved"])
