@@ -167,14 +167,14 @@ def test_requests_whose_caches_stand_elsewhere_in_their_tensors(policy: dict[str
     In inference mode, where no version counter that the caches share sends every page out of the pools.
     """
     torch._dynamo.utils.counters.clear()
-    twins = OneTensor(1.5, 2, 256, 8, PartsRead, **policy)
+    twins = OneTensor(1.0 if policy is CROSS else 1.5, 2, 256, 8, PartsRead, **policy)
     requests = [(twins.caches, twins.position)]
     twins.caches = [
         [(values, keys) for keys, values in reversed(twins.allocate(256))] for _ in range(2)
     ]
     twins.fill(0, 150)
     requests.append((twins.caches, twins.position))
-    for number in range(16):
+    for number in range(30):
         twins.caches, twins.position = requests[number % 2]
         twins.step()
         requests[number % 2] = twins.caches, twins.position
