@@ -63,7 +63,14 @@ def test_a_mode_is_not_shared_between_calls():
     "options, mode, message",
     [
         ({"polcy": "dense"}, None, ["unknown option 'polcy'", "did you mean 'policy'?"]),
-        ({"Strict": True}, None, ["'Strict'", "'policy', 'strict', 'run', 'mode', 'benchmark_without_io_wrong_results', and the names"]),
+        (
+            {"Strict": True},
+            None,
+            [
+                "'Strict'",
+                "'policy', 'strict', 'run', 'mode', 'benchmark_without_io_wrong_results', and the names",
+            ],
+        ),
         ({"max_autotun": True}, None, ["'max_autotun'", "did you mean 'max_autotune'?"]),
         ({"cudagraphs": True}, None, ["'cudagraphs'", "did you mean 'triton.cudagraphs'?"]),
         ({"budget": 64}, None, ["unknown option 'budget'", "options={'policy': {'budget': ...}}"]),
@@ -108,5 +115,7 @@ def test_a_benchmark_without_io_is_loud():
     with pytest.warns(RuntimeWarning, match="every result of placement 'host' is wrong"):
         assert parse_options({name: True}, None).skip_io
     assert not parse_options({name: False}, None).skip_io
-    with pytest.raises(OptionError, match=says(f"option '{name}' 1 is not valid; valid: True, False")):
+    with pytest.raises(
+        OptionError, match=says(f"option '{name}' 1 is not valid; valid: True, False")
+    ):
         parse_options({name: 1}, None)
