@@ -1,8 +1,13 @@
-"""Would loading the pages that just missed the cut keep a layer from waiting? Replayed on the selections of a model.
+"""Would loading pages before they are selected keep a layer from waiting? Replayed on the selections of a model.
 
 A pool on the device holds a multiple of the pages that a step selects; a selected page that it does not hold is a
-*miss*, and the layer waits for it. Between two steps of a layer there is time to load pages that the next step may
-want. ``next_rank`` takes those that ranked next in this step: ranks K + 1 to ``reach`` x K of a selection of K.
+*miss*, and the layer waits for it. Pages may be loaded ahead at two times:
+
+- Between two steps of a layer. ``next_rank`` takes those that ranked next in this step: ranks K + 1 to ``reach`` x K
+  of a selection of K.
+- While the layer before is at work. ``cross_layer`` *guesses* this layer's query: its norm, query projection and
+  rotary embedding are applied to what enters the layer before. It takes the first ``ahead`` x K pages as they rank
+  for this query, with the summaries as the step before left them. The page of the position is not among them.
 
     python -m benchmarks.prefetch_study MODEL TEXT [TEXT ...] [--tokens 16384] [--steps 256] [--budget 2048]
 
@@ -19,10 +24,15 @@ next. Ranks beyond the slots of the pool are not looked at. Variants:
 - ``older``: pages are loaded as older than any page selected in this step and younger than all others; a page that
   was resident keeps its age;
 - ``retain``: ``recent`` for resident pages, and nothing is loaded;
-- with a number, no more pages than that are loaded a step and KV head, best rank first.
+- with a number, no more pages than that are loaded a step and KV head, best rank first;
+- ``cross_layer``, with ``ahead``, alone or after one of these: guessed pages are loaded before the selection, in place
+  of any but guessed ones. As a call of ``hsa::diff`` of its own would have it, guessed pages, loaded or resident, are
+  then younger than all others, those never selected older than the rest, and all are older than what is selected next.
 
 Shares are of the selection (``misses``, ``prefetched``), of the misses of ``none`` with the same pool (``removed``),
-and of the prefetched pages whose fate is known (``used``: selected before they were evicted).
+and of the prefetched pages whose fate is known (``used``: selected before they were evicted). ``recall`` is the share
+of the selection that is guessed, ``recall_new`` that of the pages in it that the step before had not selected; neither
+counts the page of the position.
 """
 
 from __future__ import annotations
@@ -46,6 +56,7 @@ from hsa_compile.ops.page_mask import page_mask
 POOLS = (1.5, 2.0, 3.0)
 REACHES = (1.125, 1.25, 1.5, 2.0)
 LOADS = (2, 4, 8)
+AHEADS = (0.5, 0.75, 1.0, 1.25)
 # Further ranks are kept with the recorded rankings than any variant asks for.
 DEPTH = 3.0
 CHUNK = 2048
@@ -54,9 +65,13 @@ RECORDING = "sdpa_recorded"
 
 @dataclass(frozen=True)
 class Record:
-    """What selection needs of a pass: queries ``[L, Hq, steps, D]`` and keys ``[L, Hkv, S, D]``, both rotated."""
+    """What selection needs of a pass: queries ``[L, Hq, steps, D]`` and keys ``[L, Hkv, S, D]``, both rotated.
+
+    ``guesses`` are the queries of each layer as computed from what enters the layer before.
+    """
 
     queries: Tensor
+    guesses: Tensor
     keys: Tensor
     scale: float
 
@@ -70,25 +85,46 @@ def record(model: Any, tokens: Tensor, steps: int, skip: int) -> Record:
 
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
     queries: list[Tensor] = []
+    guesses: list[Tensor] = []
     keys: list[Tensor] = []
     scales: set[float] = set()
+    guessing = False
 
     def recorded(module: Any, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
+        if guessing:
+            guesses.append(query[0].clone())
+            return query.transpose(1, 2), None
         if key.shape[2] == tokens.shape[1] and module.layer_idx >= skip:
             queries.append(query[0].clone())
             keys.append(key[0].clone())
             scales.add(float(options.get("scaling") or query.shape[-1] ** -0.5))
         return attend(module, query, key, *args, **options)
 
+    def guess(layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Before a layer: the next one's norm and attention, as far as its query, on this one's input."""
+        nonlocal guessing
+        following = layer.self_attn.layer_idx + 1
+        if not skip <= following < len(model.layers):
+            return
+        layer = model.layers[following]
+        states = layer.input_layernorm(args[0] if args else options["hidden_states"])
+        guessing = True
+        layer.self_attn(states, options["position_embeddings"], attention_mask=None)
+        guessing = False
+
     ALL_ATTENTION_FUNCTIONS.register(RECORDING, recorded)
     ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDING, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(RECORDING)
     cache = DynamicCache(config=model.config)
     before = tokens.shape[1] - steps
-    for chunk in (*tokens[:, :before].split(CHUNK, 1), tokens[:, before:]):
+    for chunk in tokens[:, :before].split(CHUNK, 1):
         model(chunk, past_key_values=cache, use_cache=True)
+    hooks = [layer.register_forward_pre_hook(guess, with_kwargs=True) for layer in model.layers]
+    model(tokens[:, before:], past_key_values=cache, use_cache=True)
+    for hook in hooks:
+        hook.remove()
     (scale,) = scales
-    return Record(torch.stack(queries), torch.stack(keys), scale)
+    return Record(torch.stack(queries), torch.stack(guesses), torch.stack(keys), scale)
 
 
 def ranking(
@@ -129,10 +165,13 @@ def selected_by_op(
     )[0]
 
 
-def rankings(kept: Record, policy: Any, depth: int, every: int = 16) -> tuple[Tensor, float]:
-    """Best ``depth`` pages of every layer, KV head and step, ``[L, Hkv, steps, depth]`` int16.
+def rankings(
+    kept: Record, policy: Any, depth: int, every: int = 16
+) -> tuple[Tensor, Tensor, float]:
+    """Best ``depth`` pages of every layer, KV head and step, ``[L, Hkv, steps, depth]`` int16: true and guessed ones.
 
-    Layers are the batch of the ops. Every so many steps selections of the op are compared with the ranking; the second
+    A guess is made with the summaries of the step before; the page of the position, which needs no load, is -1 in it.
+    Layers are the batch of the ops. Every so many steps selections of the op are compared with the ranking; the last
     result is the share of pages in which they agree. It is not quite 1, for sums in another order may swap two pages.
     """
     layers, kv_heads, length, size = kept.keys.shape
@@ -141,14 +180,24 @@ def rankings(kept: Record, policy: Any, depth: int, every: int = 16) -> tuple[Te
     summary = kept.keys.new_zeros(layers, kv_heads, pages, width)
     covered = torch.full((layers, kv_heads, pages, 2), -1)
     found = torch.empty(layers, kv_heads, steps, depth, dtype=torch.int16)
+    guessed = torch.empty_like(found)
     alike = compared = 0
-    for step in range(steps):
-        position = length - steps + step
+
+    def summarize(position: int) -> Tensor:
         bits = page_mask((torch.arange(length) <= position).view(1, 1, 1, -1), policy.page_size)
         at = torch.tensor([position])
         torch.ops.hsa.summarize(
             kept.keys, bits, at, summary, covered, policy.algorithm, policy.page_size
         )
+        return bits
+
+    bits = summarize(length - steps - 1)
+    for step in range(steps):
+        position = length - steps + step
+        q = kept.guesses[:, :, step : step + 1]
+        order = ranking(q, summary, bits, kept.scale, position, policy)[..., :depth]
+        guessed[:, :, step] = order.masked_fill(order == position // policy.page_size, -1)
+        bits = summarize(position)
         q = kept.queries[:, :, step : step + 1]
         order = ranking(q, summary, bits, kept.scale, position, policy)
         found[:, :, step] = order[..., :depth]
@@ -157,7 +206,7 @@ def rankings(kept: Record, policy: Any, depth: int, every: int = 16) -> tuple[Te
             theirs = selected_by_op(q, summary, bits, kept.scale, count, policy)
             alike += int((ours.unsqueeze(-1) == theirs.unsqueeze(-2)).sum())
             compared += ours.numel()
-    return found, alike / compared
+    return found, guessed, alike / compared
 
 
 @dataclass(frozen=True)
@@ -167,16 +216,19 @@ class Variant:
     Attributes:
         name: of the rule for ages.
         reach: ranks looked at, as a multiple of the selection.
-        loads: pages loaded a step and KV head at most; None is no limit.
+        loads: pages loaded a step and KV head at most; None is no limit. Guessed ones do not count.
+        ahead: guessed pages, as a multiple of the selection.
     """
 
     name: str
     reach: float = 1.0
     loads: int | None = None
+    ahead: float = 0.0
 
     def __str__(self) -> str:
         limit = "" if self.loads is None or self.name == "retain" else f", {self.loads} loads"
-        return self.name + limit
+        parts = [] if self.name == "none" and self.ahead else [self.name + limit]
+        return " + ".join(parts + [f"cross_layer {self.ahead:g}"] * bool(self.ahead))
 
 
 def variants() -> Iterator[Variant]:
@@ -186,6 +238,10 @@ def variants() -> Iterator[Variant]:
         for name in ("recent", "older"):
             for loads in (None, *LOADS):
                 yield Variant(name, reach, loads)
+    for ahead in AHEADS:
+        yield Variant("none", ahead=ahead)
+        yield Variant("retain", 1.5, 0, ahead)
+        yield Variant("recent", 1.25, None, ahead)
 
 
 class Pool:
@@ -198,6 +254,7 @@ class Pool:
     def __init__(self, rows: int, pages: int, size: int, count: int, variant: Variant) -> None:
         self.size, self.count, self.variant = size, count, variant
         self.reach = min(round(variant.reach * count), size)
+        self.ahead = round(variant.ahead * count)
         self.table = torch.full((rows, pages + 1), -1)
         self.owner = torch.full((rows, size + 1), -1)
         self.used = torch.full((rows, size + 1), -1)
@@ -226,12 +283,33 @@ class Pool:
         self.owner[:, -1] = -1
         self.unused[:, -1] = False
 
-    def step(self, order: Tensor) -> Tensor:
-        """One step with pages ``order [rows, depth]``, best first.
+    def _leaving(self, *kept: Tensor) -> Tensor:
+        """Slots in the order in which they are given up, those ``kept`` last."""
+        priority = torch.where(self.owner >= 0, self.used, -1)
+        priority.scatter_(-1, torch.cat(kept, -1), 2 * self.now + 2)
+        priority[:, -1] = 2 * self.now + 3
+        return priority.sort(dim=-1, stable=True).indices
+
+    def _load_guess(self, guess: Tensor) -> tuple[Tensor, Tensor]:
+        """Make pages ``guess [rows, n]`` resident, but -1; pages loaded and pages evicted without use, a row each."""
+        age, nowhere = 2 * self.now, self.table.shape[1] - 1
+        guess = torch.where(guess >= 0, guess, nowhere)
+        held = self._slots(guess)
+        self.used.scatter_(-1, held, age + self.used.gather(-1, held) % 2)
+        absent = (held == self.size) & (guess != nowhere)
+        nth = (absent.cumsum(-1) - 1).clamp(min=0)
+        place = torch.where(absent, self._leaving(held).gather(-1, nth), self.size)
+        wasted = self._load(torch.where(absent, guess, nowhere), place, age, True)
+        self.now += 1
+        return absent.sum(-1), wasted
+
+    def step(self, order: Tensor, guess: Tensor) -> Tensor:
+        """One step with pages ``order [rows, depth]``, best first, and as guessed before.
 
         Returns ``[4, rows]``: misses, pages prefetched, pages that came to use, pages evicted without use.
         """
-        age, nowhere = 2 * self.now, self.table.shape[1] - 1
+        guessed, wasted = self._load_guess(guess[:, : self.ahead]) if self.ahead else (0, 0)
+        age, nowhere = 2 * self.now + 1, self.table.shape[1] - 1
         chosen = order[:, : self.count].sort(-1).values
         following = order[:, self.count : self.reach]
         held, held_next = self._slots(chosen), self._slots(following)
@@ -241,10 +319,7 @@ class Pool:
         if self.variant.name in ("recent", "retain"):
             self.used.scatter_(-1, held_next, age)
 
-        priority = torch.where(self.owner >= 0, self.used, -1)
-        priority.scatter_(-1, torch.cat((held, held_next), -1), 2 * age + 2)
-        priority[:, -1] = 2 * age + 3
-        leaves = priority.sort(dim=-1, stable=True).indices
+        leaves = self._leaving(held, held_next)
         missing, absent = held == self.size, held_next == self.size
         if self.variant.loads is not None:
             absent &= absent.cumsum(-1) <= self.variant.loads
@@ -256,14 +331,14 @@ class Pool:
         place = torch.where(
             missing, victims.gather(-1, (missing.cumsum(-1) - 1).clamp(min=0)), self.size
         )
-        wasted = self._load(torch.where(missing, chosen, nowhere), place, age, False)
+        wasted = wasted + self._load(torch.where(missing, chosen, nowhere), place, age, False)
         nth = (misses.unsqueeze(-1) + absent.cumsum(-1) - 1).clamp(min=0)
         place = torch.where(absent, leaves.gather(-1, nth), self.size)
         pages = torch.where(absent, following, nowhere)
         younger = self.variant.name != "older"
         wasted += self._load(pages, place, age if younger else age - 1, True)
         self.now += 1
-        return torch.stack((misses, fetched, came_to_use, wasted))
+        return torch.stack((misses, fetched + guessed, came_to_use, wasted))
 
 
 @dataclass(frozen=True)
@@ -276,6 +351,7 @@ class Outcome:
     misses_step_p95: float
     misses_worst_row_of_a_step: float
     prefetched: float
+    prefetched_row_p95: float
     used: float | None
 
     @property
@@ -283,13 +359,15 @@ class Outcome:
         return self.misses + self.prefetched
 
 
-def replay(orders: Tensor, size: int, count: int, warmup: int, variant: Variant) -> Outcome:
+def replay(
+    orders: Tensor, guesses: Tensor, size: int, count: int, warmup: int, variant: Variant
+) -> Outcome:
     """What becomes of the steps of ``orders [rows, steps, depth]`` after the first ``warmup``."""
     rows, steps, _ = orders.shape
     pool = Pool(rows, int(orders.max()) + 1, size, count, variant)
-    counted = torch.stack([pool.step(orders[:, step]) for step in range(steps)])
+    counted = torch.stack([pool.step(orders[:, at], guesses[:, at]) for at in range(steps)])
     misses, fetched, came_to_use, wasted = counted[warmup:].double().unbind(1)
-    misses = misses / count
+    misses, fetched = misses / count, fetched / count
     fate = float(came_to_use.sum() + wasted.sum())
     return Outcome(
         misses=float(misses.mean()),
@@ -297,22 +375,44 @@ def replay(orders: Tensor, size: int, count: int, warmup: int, variant: Variant)
         misses_row_max=float(misses.mean(0).max()),
         misses_step_p95=float(misses.mean(1).quantile(0.95)),
         misses_worst_row_of_a_step=float(misses.amax(1).mean()),
-        prefetched=float(fetched.mean()) / count,
+        prefetched=float(fetched.mean()),
+        prefetched_row_p95=float(fetched.mean(0).quantile(0.95)),
         used=float(came_to_use.sum()) / fate if fate else None,
     )
 
 
-def study(orders: Tensor, count: int, warmup: int) -> list[dict[str, Any]]:
-    """All variants on all pools, for rankings ``[L, Hkv, steps, depth]``."""
-    flat = orders.flatten(0, 1).long()
+def recall(orders: Tensor, guesses: Tensor, count: int, warmup: int) -> dict[str, float]:
+    """How much of the selections the ``guesses [rows, steps, n]`` hold; see the module's docstring."""
+    before, chosen = orders[:, warmup - 1 : -1, :count], orders[:, warmup:, :count]
+    counts = (chosen != orders[..., :count].amax(-1)[:, warmup:, None]).double()
+    new = counts * ~(chosen.unsqueeze(-1) == before.unsqueeze(-2)).any(-1)
+    hit = (chosen.unsqueeze(-1) == guesses[:, warmup:].unsqueeze(-2)).any(-1)
+    rows, rows_new = ((hit * x).sum((1, 2)) / x.sum((1, 2)) for x in (counts, new))
+    return {
+        "recall": float((hit * counts).sum() / counts.sum()),
+        "recall_row_p05": float(rows.quantile(0.05)),
+        "recall_new": float((hit * new).sum() / new.sum()),
+        "recall_new_row_p05": float(rows_new.nanquantile(0.05)),
+    }
+
+
+def study(
+    orders: Tensor, guesses: Tensor, count: int, warmup: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All variants on all pools, for rankings ``[L, Hkv, steps, depth]``; and what the guesses recall."""
+    flat, flat_guesses = orders.flatten(0, 1).long(), guesses.flatten(0, 1).long()
+    recalls = []
+    for ahead in AHEADS:
+        shares = recall(flat, flat_guesses[..., : round(ahead * count)], count, warmup)
+        recalls.append({"ahead": ahead} | {k: round(v, 4) for k, v in shares.items()})
     found = []
     for pool in POOLS:
         size = int(pool * count)
-        base = replay(flat, size, count, warmup, Variant("none"))
+        base = replay(flat, flat_guesses, size, count, warmup, Variant("none"))
         for variant in variants():
-            if round(variant.reach * count) > size:
+            if round(max(variant.reach, variant.ahead) * count) > size:
                 continue
-            outcome = replay(flat, size, count, warmup, variant)
+            outcome = replay(flat, flat_guesses, size, count, warmup, variant)
             removed = base.misses - outcome.misses
             figures = {k: v if v is None else round(v, 5) for k, v in asdict(outcome).items()}
             extra = outcome.loaded - base.loaded
@@ -322,7 +422,7 @@ def study(orders: Tensor, count: int, warmup: int) -> list[dict[str, Any]]:
                 | {"loaded_times": round(outcome.loaded / base.loaded, 3)}
                 | {"extra_pages_a_miss_removed": round(extra / removed, 2) if removed > 0 else None}
             )
-    return found
+    return found, recalls
 
 
 def table_of(title: str, rows: Sequence[dict[str, Any]]) -> Table:
@@ -360,10 +460,10 @@ def rankings_of(texts: Sequence[Path], arguments: argparse.Namespace) -> dict[st
             raise SystemExit(f"{path} has {tokens.shape[1]} tokens, fewer than {arguments.tokens}")
         steps = arguments.warmup + arguments.steps
         kept = record(model, tokens, steps, arguments.skip_layers)
-        orders, agreement = rankings(kept, policy, depth)
+        orders, guesses, agreement = rankings(kept, policy, depth)
         if agreement < 0.999:
             raise SystemExit(f"{path}: hsa::select agrees in {agreement:.4f} of the pages only")
-        found[path.stem] = {"ranks": orders, "agreement": round(agreement, 6)}
+        found[path.stem] = {"ranks": orders, "guesses": guesses, "agreement": round(agreement, 6)}
     return found
 
 
@@ -382,6 +482,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     policy = hsa_compile.LayerPolicy(budget=arguments.budget, page_size=arguments.page_size)
     count = policy.pages(arguments.tokens)
+    if arguments.skip_layers < 1:
+        parser.error("no layer comes before the first one, to guess its query: --skip-layers 1")
     first = arguments.tokens - arguments.warmup - arguments.steps
     if first < DEPTH * count * policy.page_size:
         parser.error(f"the first step, at token {first}, has too few pages to rank: more --tokens")
@@ -392,9 +494,12 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.ranks:
             torch.save(recorded, arguments.ranks)
     results: list[dict[str, Any]] = []
+    recalls: dict[str, list[dict[str, Any]]] = {}
     for name, found in recorded.items():
-        rows = study(found["ranks"], count, arguments.warmup)
+        rows, recalls[name] = study(found["ranks"], found["guesses"], count, arguments.warmup)
         common.show(table_of(f"{name}: {count} pages of {policy.page_size} selected", rows))
+        for row in recalls[name]:
+            common.show(str(row))
         results += [{"text": name, **row} for row in rows]
     path = common.write_json(
         "prefetch_study",
@@ -407,6 +512,7 @@ def main(argv: list[str] | None = None) -> None:
         layers=len(next(iter(recorded.values()))["ranks"]),
         policy=asdict(policy),
         agreement={name: found["agreement"] for name, found in recorded.items()},
+        recall=recalls,
     )
     common.show(f"written to {path}")
 
