@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from hsa_compile import algorithms
+from hsa_compile import algorithms, compat
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.site import CacheUpdate, LayerPlan, Sink
 
@@ -350,23 +350,39 @@ class _Rewriter:
             by_device.setdefault(held.device, []).append(i)
         for number, (device, sites) in enumerate(by_device.items()):
             width = max(self.result.sites[i].counted for i in sites)
+            alike: dict[object, list[int]] = {}
+            for i in sites:
+                shape = map(compat.expression, self.counts[i][0].meta["example_value"].shape)
+                alike.setdefault((*shape, self.result.sites[i].counted), []).append(i)
             counter = self.emit.input(
                 f"hsa_counters_{number}", (len(sites), width), torch.int64, device
             )
             with self.graph.inserting_before(output):
-                sums = [self._sums(*self.counts[i], width) for i in sites]
+                sums = [self._sums(group, width) for group in alike.values()]
                 if device in self.ahead:
                     join(self.emit, self.ahead[device], counter)
-                self.emit.method("add_", counter, self.emit.call(torch.stack, sums))
-            self.result.counters.append((device, counter, sites))
+                added = sums[0] if len(sums) == 1 else self.emit.call(torch.cat, sums)
+                self.emit.method("add_", counter, added)
+            rows = [i for group in alike.values() for i in group]
+            self.result.counters.append((device, counter, rows))
 
-    def _sums(self, counts: fx.Node, moved: fx.Node | None, width: int) -> fx.Node:
-        """Sums over rows and KV heads ``[width]``: tokens selected and attendable, then the counts of ``diff``."""
+    def _sums(self, sites: list[int], width: int) -> fx.Node:
+        """Sums over rows and KV heads ``[sites, width]``: tokens selected and attendable, then the counts of ``diff``.
+
+        Of all sites at once, which is two kernels and not two a site.
+        """
         call = self.emit.call
-        sums = call(torch.sum, counts, (0, 1))
-        if moved is not None:
-            return call(torch.cat, (sums, call(torch.sum, moved, (0, 1))))
-        return sums if width == 2 else call(torch.nn.functional.pad, sums, (0, width - 2))
+        kinds = zip(*(self.counts[i] for i in sites), strict=True)
+        sums = [
+            call(torch.sum, call(torch.stack, list(kind)), (1, 2))
+            for kind in kinds
+            if kind[0] is not None
+        ]
+        joined = sums[0] if len(sums) == 1 else call(torch.cat, sums, 1)
+        counted = self.result.sites[sites[0]].counted
+        if counted == width:
+            return joined
+        return call(torch.nn.functional.pad, joined, (0, width - counted))
 
 
 _FRESH = frozenset({"matmul", "mul", "div", "add", "sub", "masked_fill", "where", "softmax"})

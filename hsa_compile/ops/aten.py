@@ -175,10 +175,8 @@ def summarize(
     fresh = torch.where(word == 0, 0, algorithms.get(algorithm).summarize(written, present))
     fresh = fresh.to(summary.dtype)
     torch.ops.hsa.store_summary(
-        keys, bits, position, fresh, others, summary, covered, algorithm, page_size
+        keys, bits, position, fresh, others, left, summary, covered, algorithm, page_size
     )
-    covered[..., 0].copy_(words)
-    covered[..., 1].copy_(left.unsqueeze(-1))
     return None
 
 

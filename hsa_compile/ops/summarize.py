@@ -27,7 +27,8 @@ Nothing outside the mask is ever read into a summary, so padding and memory that
 A page without attendable tokens gets a summary of zeros; selection never asks for it.
 
 ``hsa::store_summary`` is what remains an op on a CPU, where Inductor compiles the rest (``hsa_compile.ops.aten``): the
-write into the summary, which functionalisation would copy in full, and pages whose staleness depends on data.
+writes into summary and coverage, which functionalisation would copy in full (and torch 2.11 would order before their
+last reader), and pages whose staleness depends on data.
 """
 
 import torch
@@ -50,8 +51,8 @@ define(
     "str algorithm, int page_size, Tensor? tail=None) -> ()"
 )
 define(
-    "store_summary(Tensor keys, Tensor bits, Tensor position, Tensor fresh, Tensor others, "
-    "Tensor(a!) summary, Tensor covered, str algorithm, int page_size) -> ()"
+    "store_summary(Tensor keys, Tensor bits, Tensor position, Tensor fresh, Tensor others, Tensor left, "
+    "Tensor(a!) summary, Tensor(b!) covered, str algorithm, int page_size) -> ()"
 )
 
 
@@ -192,16 +193,26 @@ def store_summary(
     position: Tensor,
     fresh: Tensor,
     others: Tensor,
+    left: Tensor,
     summary: Tensor,
     covered: Tensor,
     algorithm: str,
     page_size: int,
 ) -> None:
-    """Write ``fresh [B, Hkv, R]``, the summary of the page of ``position [1]``; if ``others []``, see to all."""
+    """Write ``fresh [B, Hkv, R]``, the summary of the page of ``position [1]``; if ``others []``, see to all.
+
+    ``left [B, Hkv]`` is what the next step should find.
+    """
     if others.item():
         _refresh(keys, bits, position, summary, covered, algorithm, page_size)
     else:
         summary.select(2, int(position) // page_size).copy_(fresh)
+    _cover(covered, bits, keys.shape[1], left)
+
+
+def _cover(covered: Tensor, bits: Tensor, kv_heads: int, left: Tensor) -> None:
+    covered.select(-1, 0).copy_(kv_head_words(bits, kv_heads))
+    covered.select(-1, 1).copy_(left.unsqueeze(-1))
 
 
 def summarize(
@@ -216,8 +227,7 @@ def summarize(
 ) -> None:
     """PyTorch implementation: work in proportion to the stale pages, beside one look at the words."""
     _refresh(keys, bits, position, summary, covered, algorithm, page_size, tail)
-    covered.select(-1, 0).copy_(kv_head_words(bits, keys.shape[1]))
-    covered.select(-1, 1).copy_(expected(keys, position + 1, tail).unsqueeze(-1))
+    _cover(covered, bits, keys.shape[1], expected(keys, position + 1, tail))
 
 
 def fake(

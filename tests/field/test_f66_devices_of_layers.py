@@ -3,12 +3,17 @@
 transformers#32624, pytorch#91777. Right: what belongs to a layer (summaries, pool, counters) is where its cache is.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hsa_compile
 
+from ..models.helpers import cache_argument, tiny
+from ..models.helpers import new_cache as model_cache
 from .helpers import (
     LOSSLESS,
     SPARSELY,
@@ -58,3 +63,27 @@ def test_a_layer_a_gpu(placement: str) -> None:
     assert decisions(compiled) == SPARSELY
     assert {held.device for held in caches} == set(devices)
     assert hsa_compile.stats(compiled).steps == 6
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@torch.no_grad()
+def test_a_device_map(kind: str) -> None:
+    """A model that accelerate spread over two GPUs decodes what it decodes on one."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny("llama").cuda()
+    name = cache_argument(model)
+    ids = torch.randint(3, 128, (2, 60), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def logits(step: Callable[..., Any]) -> Tensor:
+        cache = model_cache(model, kind, 128)
+        model(ids[:, :40], **{name: cache})
+        steps = [step(ids[:, at : at + 1].clone(), **{name: cache}).logits for at in range(40, 60)]
+        return torch.stack([one.to("cuda:0") for one in steps])
+
+    expected = logits(model)
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+    places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    accelerate.dispatch_model(model, places)
+    compiled = compile_hsa(model, {"budget": 112, "page_size": 16}, "inductor")
+    torch.testing.assert_close(logits(compiled), expected, rtol=1e-4, atol=1e-4)

@@ -116,7 +116,12 @@ def test_a_family_decodes_what_it_decodes_eagerly(
     record_property: Callable[[str, object], None],
 ) -> None:
     record_property("family", {"family": family, "kind": kind, "attention": attention})
-    model = families.build(family, attention)
+    try:
+        model = families.build(family, attention)
+    except ValueError as error:
+        if "does not support an attention implementation" not in str(error):
+            raise
+        pytest.skip(f"this release of transformers: {error}")
     # One compiled model decodes both: padding is data.
     asked = {side: padded(batch, side) for side in ("left", "right")}
     if reason := BROKEN.get(family, {}).get(kind):
