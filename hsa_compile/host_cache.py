@@ -123,9 +123,15 @@ class HostLayer(StaticLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         self._check(key_states)
         _join()
+        start = self._take_length()
+        if start + key_states.shape[-2] > self.max_cache_len:
+            raise CacheError(
+                f"{key_states.shape[-2]} tokens do not fit behind the {start} that a HostCache of {self.max_cache_len} "
+                "tokens holds; nothing was written: make it longer with max_cache_len"
+            )
         if key_states.shape[-2] <= 1:
             return super().update(key_states, value_states, *args, **kwargs)
-        return self._prefill(key_states, value_states)
+        return self._prefill(start, key_states, value_states)
 
     def _check(self, new_keys: Tensor) -> None:
         if not self.is_initialized:
@@ -140,14 +146,9 @@ class HostLayer(StaticLayer):
                 f"this HostCache holds {self._keys.dtype} and was given {new_keys.dtype}: make a new cache"  # type: ignore[union-attr]
             )
 
-    def _prefill(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-        start, length = self._take_length(), new_keys.shape[-2]
+    def _prefill(self, start: int, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        length = new_keys.shape[-2]
         end = start + length
-        if end > self.max_cache_len:
-            raise CacheError(
-                f"{length} tokens do not fit behind the {start} that a HostCache of {self.max_cache_len} tokens holds; "
-                "make it longer with max_cache_len"
-            )
         if not self.is_initialized:
             self._allocate(new_keys, new_values)
             if start:
@@ -189,6 +190,11 @@ class HostLayer(StaticLayer):
                 f"crop takes a negative number, how many tokens to remove, not {tokens_to_remove}"
             )
         _join()
+        held = int(self.cumulative_length)
+        if -tokens_to_remove > held:
+            raise CacheError(
+                f"crop({tokens_to_remove}) removes more than the {held} tokens that are held"
+            )
         self.cumulative_length.add_(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -245,6 +251,15 @@ class HostCache(StaticCache):
     layers: list[Any]
 
     def __init__(self, config: Any, max_cache_len: int) -> None:
+        if type(max_cache_len) is not int or max_cache_len < 1:
+            raise CacheError(
+                f"max_cache_len {max_cache_len!r} is not valid; valid: an int >= 1, in tokens"
+            )
+        if not hasattr(config, "get_text_config"):
+            raise CacheError(
+                f"config {type(config).__name__!r} is not valid; valid: the configuration of a transformers model, "
+                "such as model.config"
+            )
         super().__init__(config=config, max_cache_len=max_cache_len)
         self.layers = [
             HostLayer(layer.max_cache_len) if type(layer) is StaticLayer else layer
@@ -273,7 +288,10 @@ class HostCache(StaticCache):
         A compiled call of several tokens gets what its mask shows: the whole cache where the mask is made in the
         compiled code as well, else (``generate`` makes it beforehand) the tokens so far.
         """
-        several = key_states.shape[-2] > 1 and isinstance(self.layers[layer_idx], HostLayer)
+        hosted = isinstance(self.layers[layer_idx], HostLayer)
+        if hosted and layer_idx == self._first and not _is_traced():
+            self._read_lengths()
+        several = hosted and key_states.shape[-2] > 1
         if not several:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         traced, masked = _is_traced(), self._masked
@@ -283,8 +301,6 @@ class HostCache(StaticCache):
             _join()
             held = StaticLayer.update(self.layers[layer_idx], key_states, value_states)
         else:
-            if not traced and layer_idx == self._first:
-                self._read_lengths()
             held = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             if traced and masked is not None and masked != _WHOLE:
                 start = masked - key_states.shape[-2]

@@ -62,11 +62,21 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         slots = max(budget + 1, forced)
     if policy.placement == "device":
         return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
-    if site.keys.kind != "static" or not isinstance(tokens, int):
-        reason = f"placement 'host' takes caches of a fixed size, written in place; this one is {site.keys.kind}"
+    if site.keys.kind != "static":
+        reason = (
+            f"placement 'host' takes caches that are written in place; this one is {site.keys.kind}"
+        )
         return Reject(site.where, reason, attention.anchor.name)
-    pages = -(-tokens // policy.page_size)
-    pool = min(math.ceil(policy.pool * slots), pages) + 1
+    if not isinstance(tokens, int) and fraction:
+        reason = (
+            "placement 'host' with a budget that is a fraction takes caches of one length, and this graph is for any: "
+            "give the budget in tokens, or compile one graph a length with torch.compile(..., dynamic=False)"
+        )
+        return Reject(site.where, reason, attention.anchor.name)
+    pool = math.ceil(policy.pool * slots)
+    if isinstance(tokens, int):
+        pool = min(pool, -(-tokens // policy.page_size))
+    pool += 1  # the tail's
     reason = pool_limits(pool) if q.device.type == "cuda" else None
     if reason is not None:
         return Reject(site.where, reason, attention.anchor.name)

@@ -26,11 +26,11 @@ _MOST_NODES = 100
 
 @dataclass(frozen=True)
 class PositionOfWrite:
-    """The position of a static cache's write as a function of graph inputs, and what it must not pass."""
+    """The position of a static cache's write as a function of graph inputs, and what it must not pass: int or SymInt."""
 
     compute: Callable[..., torch.Tensor]
     inputs: tuple[fx.Node, ...]
-    capacity: int
+    capacity: object
     from_end: bool
 
 
@@ -59,15 +59,18 @@ class Positions:
         held = tensor(position)
         if held is None or not isinstance(position, fx.Node) or not checked_in_graph(held.device):
             return
-        capacity = self.capacity.get(position)
-        if capacity is None:
-            return
-        changes = bool(writes(memory(position)))
-        key = ("checked", position, cache.counts_from_end, cache.write if changes else None)
+        written, dim = cache.along
+        capacity: object = self.capacity.get(position)
+        # A symbolic length is read of the tensor, where that is there in time.
+        length = None if capacity is not None else compat.expression(_capacity(cache))
+        late = bool(writes(memory(position))) or (capacity is None and written.op != "placeholder")
+        key = ("checked", position, cache.counts_from_end, length, cache.write if late else None)
         if key not in self.made:
             first = next(node for node in self.emit.graph.nodes if node.op != "placeholder")
             defined = first if position.op == "placeholder" else position.next
-            with self.emit.graph.inserting_before(cache.write if changes else defined):
+            with self.emit.graph.inserting_before(cache.write if late else defined):
+                if capacity is None:
+                    capacity = self.emit.method("size", written, dim)
                 self.made[key] = self.emit.call(
                     torch.ops.hsa.checked_position.default,
                     position,
@@ -82,10 +85,10 @@ class Positions:
         held = tensor(position)
         if held is None or not isinstance(position, fx.Node) or checked_in_graph(held.device):
             return None
-        capacity = self.capacity.get(position)
-        computed = None if capacity is None else _from_inputs(position)
-        if capacity is None or computed is None:
+        computed = _from_inputs(position)
+        if computed is None:
             return None
+        capacity = self.capacity.get(position, _capacity(cache))
         return PositionOfWrite(*computed, capacity, cache.counts_from_end)
 
     def of(self, cache: CacheUpdate, keys: fx.Node, read: torch.Tensor) -> fx.Node:

@@ -105,13 +105,14 @@ def _summary(
         growing=site.cache_input in grown,
         moves_to=outputs.index(cache.write.name) if cache.kind == "functional" else None,
         values=at[site.values_input] if site.plan.pool_slots else None,
-        overrun=None if site.write is None else _overrun(site.write, at),
+        overrun=None if site.write is None else _overrun(site.write, at, readers),
     )
 
 
-def _overrun(write: PositionOfWrite, at: dict[fx.Node, int]) -> OverrunCheck:
+def _overrun(write: PositionOfWrite, at: dict[fx.Node, int], readers: Any) -> OverrunCheck:
     arguments = tuple(at[node] for node in write.inputs)
-    return OverrunCheck(write.compute, arguments, write.capacity, write.from_end)
+    capacity = size_reader(write.capacity, readers)
+    return OverrunCheck(write.compute, arguments, capacity, write.from_end)
 
 
 def _told_apart(summaries: tuple[SummaryBinding, ...]) -> tuple[SummaryBinding, ...]:

@@ -23,19 +23,20 @@ from .state import PageState
 class OverrunCheck:
     """How to find the position of a cache's write, and what it must not pass.
 
-    ``position`` computes it from the ``arguments`` (indices) of a call; ``capacity`` is in tokens; with ``from_end`` a
-    negative position counts from the end.
+    ``position`` computes it from the ``arguments`` (indices) of a call, and ``capacity`` takes tokens from all of them;
+    with ``from_end`` a negative position counts from the end.
     """
 
     position: Callable[..., Tensor]
     arguments: tuple[int, ...]
-    capacity: int
+    capacity: Callable[[Sequence[object]], int]
     from_end: bool
 
     def __call__(self, state: PageState, arguments: Sequence[object]) -> None:
         """Raises ``CacheError`` where the step would write past the end; the cache is as it was."""
         expected = None if state.position is None else state.position + 1
-        if expected is None or expected >= self.capacity:
+        capacity = self.capacity(arguments)
+        if expected is None or expected >= capacity:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return  # a graph of the user's own: nothing can be read while it is captured
             state.position = None
@@ -43,6 +44,6 @@ class OverrunCheck:
                 held = self.position(*(arguments[i] for i in self.arguments))
                 lowest, highest = (int(bound) for bound in torch.aminmax(held.reshape(-1)))
             for at in (lowest, highest):
-                refuse_overrun(at, self.capacity, self.from_end)
-            expected = highest if highest >= 0 else highest + self.capacity
+                refuse_overrun(at, capacity, self.from_end)
+            expected = highest if highest >= 0 else highest + capacity
         state.position = expected

@@ -450,3 +450,25 @@ def test_transformers_is_imported_when_it_is_needed() -> None:
     assert done.stdout.strip() == "asked for", done.stderr
     with pytest.raises(AttributeError, match="no attribute 'HostCaches'"):
         _ = hsa_compile.HostCaches
+
+
+def test_what_does_not_fit() -> None:
+    """One token more by an eager step, more tokens cropped than are held, lengths that are none: nothing changes."""
+    model = tiny("llama")
+    ids = torch.randint(3, 128, (1, 40))
+    cache = hsa_compile.HostCache(model.config, 40)
+    name = cache_argument(model)
+    with torch.no_grad():
+        model(ids, **{name: cache})
+        before = [layer.keys.clone() for layer in cache.layers]
+        with pytest.raises(hsa_compile.CacheError, match=r"1 tokens do not fit behind the 40 "):
+            model(ids[:, :1], **{name: cache})
+        with pytest.raises(hsa_compile.CacheError, match=r"crop\(-41\) removes more than the 40 "):
+            cache.crop(-41)
+    for layer, was in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, was) and int(layer.cumulative_length) == 40
+    for length in (0, -3, 12.5, True, "9"):
+        with pytest.raises(hsa_compile.CacheError, match=f"max_cache_len {length!r} is not valid"):
+            hsa_compile.HostCache(model.config, length)
+    with pytest.raises(hsa_compile.CacheError, match="config 'LlamaForCausalLM' is not valid"):
+        hsa_compile.HostCache(model, 40)

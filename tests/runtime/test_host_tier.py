@@ -232,4 +232,4 @@ def test_a_cache_that_grows_is_left_with_a_reason() -> None:
     got = decode(model, step, "dynamic", asked)
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-5, atol=1e-5)
     sites = hsa_compile.explain(step).sites
-    assert sites and all("caches of a fixed size" in site.reason for site in sites)
+    assert sites and all("caches that are written in place" in site.reason for site in sites)
