@@ -26,7 +26,7 @@ _MOST_NODES = 100
 
 @dataclass(frozen=True)
 class PositionOfWrite:
-    """The position of a static cache's write as a function of graph inputs, and what it must not pass: int or SymInt."""
+    """The position of a static cache's write as a function of graph inputs; what it must not pass: int or SymInt."""
 
     compute: Callable[..., torch.Tensor]
     inputs: tuple[fx.Node, ...]
