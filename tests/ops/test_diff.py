@@ -174,8 +174,8 @@ def test_pages_for_the_next_step(diff: Diff) -> None:
     ids=str,
 )
 def test_decoding(shape: PoolShape) -> None:
-    check_diff(HSA.diff, shape, steps=300)
-    check_diff(HSA.diff, shape, steps=50, stale=0.5)
+    check_diff(HSA.diff, shape, steps=120)
+    check_diff(HSA.diff, shape, steps=30, stale=0.5)
 
 
 def test_opcheck() -> None:

@@ -154,7 +154,10 @@ def test_bit_identical_whatever_happens_to_the_cache(
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("model", "policy"),
-    [pytest.param(Attend, NEXT, marks=pytest.mark.slow), (stack(Layer), CROSS)],
+    [
+        pytest.param(Attend, NEXT, marks=pytest.mark.slow),
+        pytest.param(stack(Layer), CROSS, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_by_inductor(model: type[nn.Module], policy: dict[str, Any]) -> None:
     twins = Twins(1.5, 2, 256, 7, model, run="inductor", **policy)
