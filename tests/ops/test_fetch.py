@@ -48,4 +48,4 @@ def test_opcheck() -> None:
         HSA.prefetch.default, given, test_utils=("test_schema", "test_faketensor")
     )
     token, mark = HSA.prefetch(*given), torch.zeros(2)
-    torch.library.opcheck(HSA.join_prefetch.default, ([token], [moved[0]], [moved[1]], mark))
+    torch.library.opcheck(HSA.join_prefetch.default, ([token, *moved], mark))
