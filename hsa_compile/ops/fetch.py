@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._library import define
-from .diff import LOADS
+from .diff import AHEAD, LOADS
 
 define(
     "fetch(Tensor keys, Tensor values, Tensor loads, Tensor counts, Tensor(a!) pool_keys, Tensor(b!) pool_values, "
@@ -30,11 +30,14 @@ def fetch_reference(
     pool_keys: Tensor,
     pool_values: Tensor,
     page_size: int,
+    ahead: bool = False,
 ) -> None:
-    """The specification, page by page."""
+    """The specification, page by page; of ``hsa::prefetch`` with ``ahead``."""
     for b in range(keys.shape[0]):
         for h in range(keys.shape[1]):
-            for page, slot in loads[b, h, : counts[b, h, LOADS]].tolist():
+            begin = int(counts[b, h, LOADS]) if ahead else 0
+            end = begin + int(counts[b, h, AHEAD if ahead else LOADS])
+            for page, slot in loads[b, h, begin:end].tolist():
                 for cache, pool in ((keys, pool_keys), (values, pool_values)):
                     tokens = cache[b, h, page * page_size : (page + 1) * page_size]
                     pool[b, h, slot, : len(tokens)] = tokens
@@ -48,22 +51,13 @@ def fetch(
     pool_keys: Tensor,
     pool_values: Tensor,
     page_size: int,
+    ahead: bool = False,
 ) -> None:
     """PyTorch implementation: work in proportion to the pages to copy, once their number is known on the host."""
-    listed = torch.arange(loads.shape[2], device=loads.device) < counts[..., LOADS].unsqueeze(-1)
-    copy_pages(keys, values, loads, listed, pool_keys, pool_values, page_size)
-
-
-def copy_pages(
-    keys: Tensor,
-    values: Tensor,
-    loads: Tensor,
-    listed: Tensor,
-    pool_keys: Tensor,
-    pool_values: Tensor,
-    page_size: int,
-) -> None:
-    """Copy those of the ``loads`` that are ``listed``, ``[B, Hkv, K]`` bool."""
+    entry = torch.arange(loads.shape[2], device=loads.device)
+    listed = entry < counts[..., LOADS].unsqueeze(-1)
+    if ahead:
+        listed = ~listed & (entry < (counts[..., LOADS] + counts[..., AHEAD]).unsqueeze(-1))
     full, rest = divmod(keys.shape[2], page_size)
     b, h, k = listed.nonzero(as_tuple=True)
     page, slot = loads[b, h, k].long().unbind(-1)

@@ -14,6 +14,7 @@ and nothing that it computes changes. On a GPU all of it runs beside what comes 
 layer's state until ``hsa::join_prefetch``.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,8 @@ from hsa_compile.runtime import streams
 
 from . import aten, diff
 from ._library import define
-from .prefetch import MOST_PROGRAMS, prefetch
+from .fetch import fetch
+from .prefetch import MOST_PROGRAMS
 
 define(
     "prefetch_select(Tensor q, Tensor summary, Tensor bits, Tensor position, Tensor keys, Tensor values, "
@@ -60,14 +62,14 @@ def prefetch_select(
 ) -> tuple[Tensor, Tensor]:
     rule = (scale, algorithm, page_size, slots, budget_pages, fraction, sink, recent, group_reduce)
     state, pools = (table, owner, used, clock), (pool_keys, pool_values)
+    held, counts = _results(q, summary, slots)
     if q.device.type != "cuda":
         ids, _ = aten.select(q, summary, bits, *rule)
         _, loads, counts = diff.diff(ids, position, page_size, *state, more=slots)
-        prefetch(keys, values, loads, counts, *pools, page_size)
-        return q.new_empty((0,), dtype=torch.uint8), counts
+        fetch(keys, values, loads, counts, *pools, page_size, ahead=True)
+        return held, counts
     from hsa_compile.lowering import standalone
 
-    held, counts = _results(q, summary, slots)
     make = _Carver(held)
     with streams.beside(q.device):
         ids, _ = standalone.select(q, summary, bits, *rule, make=make)
@@ -85,21 +87,23 @@ class _Carver:
         self.memory, self.used = memory, 0
 
     def __call__(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        count = dtype.itemsize
-        for n in size:
-            count *= n
-        begin, self.used = self.used, self.used + -(-count // _ALIGNED) * _ALIGNED
-        return self.memory[begin : begin + count].view(dtype).view(*size)
+        nbytes = math.prod(size) * dtype.itemsize
+        begin, self.used = self.used, self.used + -(-nbytes // _ALIGNED) * _ALIGNED
+        return self.memory[begin : begin + nbytes].view(dtype).view(*size)
 
 
 def _results(q: Tensor, summary: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Scores, their order, ids, tokens selected; slots, loads; what ``fetch`` returns. Then the counts."""
+    """Scores, their order, ids, tokens selected; slots, loads; what ``fetch`` returns. Then the counts.
+
+    Elsewhere than on a GPU nothing runs beside, and nothing is held.
+    """
     batch, query_heads = q.shape[:2]
     _, kv_heads, pages, _ = summary.shape
     rows = batch * kv_heads
     numbers = batch * query_heads * pages + rows * (pages + slots + 4 + 3 * slots) + MOST_PROGRAMS
+    nbytes = 4 * numbers + 8 * _ALIGNED if q.device.type == "cuda" else 0
     return (
-        q.new_empty((4 * numbers + 8 * _ALIGNED,), dtype=torch.uint8),
+        q.new_empty((nbytes,), dtype=torch.uint8),
         q.new_empty((batch, kv_heads, 5), dtype=torch.int32),
     )
 
@@ -127,5 +131,4 @@ def fake(
     recent: int,
     group_reduce: str,
 ) -> tuple[Tensor, Tensor]:
-    held, counts = _results(q, summary, slots)
-    return (held if q.device.type == "cuda" else held[:0].clone()), counts
+    return _results(q, summary, slots)

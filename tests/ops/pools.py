@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hsa_compile.ops.diff import AHEAD, EVICTIONS, FIRST_HITS, LOADS, diff_reference
 from hsa_compile.ops.fetch import fetch_reference
-from hsa_compile.ops.prefetch import prefetch_reference
 
 Diff = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -337,8 +336,7 @@ def check_fetch(fetch: Fetch, shape: CacheShape, ahead: bool = False) -> None:
             counts[b, h, AHEAD] = count if ahead else counts[b, h, AHEAD]
     pools = make_pools(shape)
     want = [pool.clone() for pool in pools]
-    reference = prefetch_reference if ahead else fetch_reference
-    reference(keys, values, loads, counts, want[0], want[1], shape.page)
+    fetch_reference(keys, values, loads, counts, want[0], want[1], shape.page, ahead)
     fetch(keys, values, loads, counts, *pools, shape.page)
     for pool, expected in zip(pools, want, strict=True):
         assert torch.equal(pool, expected)
