@@ -96,6 +96,20 @@ def mark_input(node: torch.fx.Node, *, static_address: bool) -> None:
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if static_address else {}
 
 
+def overloads(target: object) -> list[torch._ops.OpOverload]:
+    """The ops that a call's target stands for: itself, or what its packet holds but for ``out=``; else none."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name) for name in target.overloads() if "out" not in name]
+    return []
+
+
+def is_mutable(op: torch._ops.OpOverload) -> bool:
+    """Whether an op declares to write an argument."""
+    return op._schema.is_mutable
+
+
 def mark_static_address(tensor: torch.Tensor) -> None:
     """Tell Dynamo that the memory of a tensor stays where it is: CUDA graphs then read and write it in place."""
     torch._dynamo.mark_static_address(tensor)

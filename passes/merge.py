@@ -25,7 +25,7 @@ def merge_equal(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload) or node.op != "call_function":
             continue
-        if node.target._schema.is_mutable:
+        if compat.is_mutable(node.target):
             writes += 1
         elif torch.Tag.nondeterministic_seeded not in node.target.tags:
             memory = _memory(node)

@@ -103,14 +103,13 @@ def read_pages(
     ids: fx.Node,
     position: fx.Node,
     pool: Pool,
-    more: int,
     moves: bool,
 ) -> tuple[tuple[object, ...], fx.Node, list[fx.Node]]:
-    """Bring pages into the pool: the selected ones, and beside the step the ``more`` that stand behind them.
+    """Bring pages into the pool: the selected ones, and beside the step those ahead that stand behind them.
 
     Returns what attention reads, how many pages stayed and moved, and what the copy beside the step reads.
     """
-    page = plan.policy.page_size
+    page, more = plan.policy.page_size, plan.ahead
     state = (pool.table, pool.owner, pool.used, pool.clock)
     found = emit.call(_HSA.diff.default, ids, position, page, *state, *((more,) if more else ()))
     slots, loads, moved = (emit.call(operator.getitem, found, i) for i in range(3))

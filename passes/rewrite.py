@@ -194,14 +194,13 @@ class _Rewriter:
             if owns:
                 self.states[described] = self._state(at, keys, values, bits, position)
             state = self.states[described]
-            more = plan.ahead
             selected = self.emit.call(
                 _HSA.select.default,
                 attention.q,
                 state.summary,
                 bits,
                 *self._rule(plan, keys),
-                *((more,) if more else ()),
+                *((plan.ahead,) if plan.ahead else ()),
             )
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
@@ -209,7 +208,7 @@ class _Rewriter:
             moved = None
             if state.pool is not None:
                 paged, moved, held = read_pages(
-                    *(self.emit, plan, keys, values, ids, position, state.pool, more, self.moves)
+                    *(self.emit, plan, keys, values, ids, position, state.pool, self.moves)
                 )
                 if held:
                     self.ahead.setdefault(read.device, []).extend(held)

@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
+from hsa_compile import compat
 from hsa_compile.site import CacheUpdate, LayerPlan, Lookahead, Reject
 
 from .graph_tools import (
@@ -51,7 +53,7 @@ def schedule(graph: fx.Graph, plans: Sequence[LayerPlan | Reject]) -> list[Layer
     pooled = [item for item in plans if isinstance(item, LayerPlan) and item.pool_slots]
     if all(item.policy.prefetch == "none" for item in pooled):
         return list(plans)
-    flow, place = _flow(graph), {node: i for i, node in enumerate(graph.nodes)}
+    flow = _Flow(graph)
     readers = Counter(item.site.attention.k for item in pooled)
     scheduled: list[LayerPlan | Reject] = []
     earlier: LayerPlan | Reject | None = None
@@ -62,7 +64,7 @@ def schedule(graph: fx.Graph, plans: Sequence[LayerPlan | Reject]) -> list[Layer
                 # The other would meet pages on their way.
                 item, found = replace(item, ahead=0), "another attention reads the same cache"
             elif item.policy.prefetch == "cross_layer":
-                found = _look_ahead(item, earlier, readers, flow, place)
+                found = _look_ahead(item, earlier, readers, flow)
             elif not item.ahead:
                 found = "the selection has room for every page"
             if isinstance(found, str):
@@ -74,22 +76,56 @@ def schedule(graph: fx.Graph, plans: Sequence[LayerPlan | Reject]) -> list[Layer
     return scheduled
 
 
-def _flow(graph: fx.Graph) -> networkx.DiGraph:
-    """Who reads whom."""
-    import networkx
+class _Flow:
+    """Who reads whom, and where every node stands; made when a query is to be guessed."""
 
-    flow = networkx.DiGraph()
-    flow.add_nodes_from(graph.nodes)
-    flow.add_edges_from((source, node) for node in graph.nodes for source in node.all_input_nodes)
-    return flow
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.streams: dict[fx.Node, fx.Node | None] = {}
+
+    @cached_property
+    def place(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def edges(self) -> networkx.DiGraph:
+        import networkx
+
+        edges = networkx.DiGraph()
+        edges.add_nodes_from(self.graph.nodes)
+        edges.add_edges_from(
+            (read, node) for node in self.graph.nodes for read in node.all_input_nodes
+        )
+        return edges
+
+    def residual(self, plan: LayerPlan) -> fx.Node | None:
+        """The stream that the layer's query is made of, and to which the result of its attention is added."""
+        out = plan.site.attention.out
+        if out not in self.streams:
+            self.streams[out] = self._residual(plan)
+        return self.streams[out]
+
+    def _residual(self, plan: LayerPlan) -> fx.Node | None:
+        import networkx
+
+        attention = plan.site.attention
+        before = networkx.ancestors(self.edges, attention.q)
+        after = networkx.descendants(self.edges, attention.out)
+        for node in sorted(after, key=self.place.__getitem__):
+            if op(node) != "add" or len(node.all_input_nodes) != 2 or modifies(node):
+                continue
+            for stream, added in (node.all_input_nodes, node.all_input_nodes[::-1]):
+                stream = _uncast(stream)
+                if stream in before and stream not in after and added in after | {attention.out}:
+                    return stream if tensor(stream) is not None else None
+        return None
 
 
 def _look_ahead(
     plan: LayerPlan,
     earlier: LayerPlan | Reject | None,
     readers: Counter[fx.Node],
-    flow: networkx.DiGraph,
-    place: dict[fx.Node, int],
+    flow: _Flow,
 ) -> Lookahead | str:
     if earlier is None:
         return "there is no attention before it"
@@ -99,7 +135,7 @@ def _look_ahead(
         return "the attention before it reads no pool"
     if readers[earlier.site.attention.k] > 1:
         return "another attention reads the cache of the attention before it"
-    mine, its = (_residual(p, flow, place) for p in (plan, earlier))
+    mine, its, place = flow.residual(plan), flow.residual(earlier), flow.place
     if mine is None or its is None:
         return "no residual stream was found around the attention"
     now, then = tensor(mine), tensor(its)
@@ -144,23 +180,6 @@ def _views(cache: CacheUpdate, read: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-def _residual(plan: LayerPlan, flow: networkx.DiGraph, place: dict[fx.Node, int]) -> fx.Node | None:
-    """The stream that the layer's query is made of, and to which the result of its attention is added."""
-    import networkx
-
-    attention = plan.site.attention
-    before = networkx.ancestors(flow, attention.q)
-    after = networkx.descendants(flow, attention.out)
-    for node in sorted(after, key=place.__getitem__):
-        if op(node) != "add" or len(node.all_input_nodes) != 2 or modifies(node):
-            continue
-        for stream, added in (node.all_input_nodes, node.all_input_nodes[::-1]):
-            stream = _uncast(stream)
-            if stream in before and stream not in after and added in after | {attention.out}:
-                return stream if tensor(stream) is not None else None
-    return None
-
-
 def _uncast(node: fx.Node) -> fx.Node:
     while op(node) in CASTS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -198,25 +217,16 @@ def _is_random(node: fx.Node) -> bool:
     if op(node).endswith("dropout") and argument(node, 2, "training", True) is False:
         return False
     named = getattr(torch.ops.aten, raw_name(node), None)
-    found = [*_overloads(node.target), *_overloads(named)]
+    found = [*compat.overloads(node.target), *compat.overloads(named)]
     seeded = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in found)
     return seeded or raw_name(node) in _RANDOM
 
 
 def _is_written(node: fx.Node) -> bool:
     """Whether a call writes in place, or another into what it returns; ops of other libraries tell by their schema."""
-    by_schema = (
-        o._schema.is_mutable for call in (node, *node.users) for o in _overloads(call.target)
-    )
-    return modifies(node) or "out" in node.kwargs or bool(writes(memory(node))) or any(by_schema)
-
-
-def _overloads(target: object) -> list[torch._ops.OpOverload]:
-    if isinstance(target, torch._ops.OpOverload):
-        return [target]
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return [getattr(target, name) for name in target.overloads() if "out" not in name]
-    return []
+    called = (o for call in (node, *node.users) for o in compat.overloads(call.target))
+    by_schema = any(map(compat.is_mutable, called))
+    return modifies(node) or "out" in node.kwargs or bool(writes(memory(node))) or by_schema
 
 
 def _modules(place: dict[fx.Node, int], begin: int, end: int) -> tuple[str, ...]:
