@@ -102,12 +102,15 @@ class Program:
         self.inner, self.summaries, self.growing, self.blocks = inner, summaries, growing, blocks
         self.outputs = outputs
         self.steps = 0
+        self._hosted = any(binding.values is not None for binding in summaries)
         self._placed = {at for cache in growing for at in cache.outputs}
 
     def __call__(self, *arguments: object) -> tuple[object, ...]:
         inputs = list(arguments)
         for cache in self.growing:
             inputs[cache.argument] = with_room_for_one(inputs[cache.argument])  # type: ignore[arg-type]
+        if self._hosted:
+            join_all()
         states = [self._state(binding, inputs, arguments) for binding in self.summaries]
         extra: list[Tensor] = []
         for binding, state in zip(self.summaries, states, strict=True):
@@ -133,7 +136,6 @@ class Program:
     ) -> PageState:
         read = binding.read(inputs)
         if binding.values is not None:
-            join_all()
             for tensor in read:
                 move_to_host(tensor)
         held, batch = read[0], binding.batch(arguments)
