@@ -24,16 +24,17 @@ import torch
 
 import hsa_compile
 from benchmarks import common
-from benchmarks.gpu_llama_decode import KV_HEADS, SIZE, build, copy_bandwidth, together
+from benchmarks.gpu_llama_decode import (
+    KV_HEADS,
+    SIZE,
+    build,
+    cache_name,
+    copy_bandwidth,
+    together,
+)
 from hsa_compile.runtime.host_memory import host_bytes
 
 SMALLEST = {"algorithm": "mean", "page_size": 64, "budget": 1024, "pool": 1.0}
-
-
-def name_of_cache(model: Any) -> str:
-    import inspect
-
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def kv_bytes(layers: int, tokens: int) -> int:
@@ -63,7 +64,7 @@ def filled(cache: Any, batch: int, tokens: int) -> Any:
 
 def step_of(model: Any, function: Callable[..., Any], cache: Any, batch: int) -> Callable[[], Any]:
     ids = torch.zeros((batch, 1), dtype=torch.long, device="cuda")
-    name = name_of_cache(model)
+    name = cache_name(model)
 
     def step() -> Any:
         with torch.no_grad():

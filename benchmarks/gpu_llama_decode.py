@@ -63,6 +63,11 @@ def build(layers: int, tokens: int) -> Any:
     return model
 
 
+def cache_name(model: Any) -> str:
+    """What the model calls its cache."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def filled_cache(
     model: Any, batch: int, tokens: int, room: int, fast: float = 1.0
 ) -> tuple[Any, str]:
@@ -73,7 +78,7 @@ def filled_cache(
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=tokens + room)
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    name = cache_name(model)
     with torch.no_grad():
         model(torch.zeros((batch, 1), dtype=torch.long, device="cuda"), **{name: cache})
         for layer in cache.layers:

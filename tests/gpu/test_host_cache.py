@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,27 +9,17 @@ from torch import Tensor
 
 import hsa_compile
 from hsa_compile.runtime import offload
-from hsa_compile.runtime.host_memory import host_bytes, trim
+from hsa_compile.runtime.host_memory import host_bytes
 
 from .test_cuda_decode import cache_argument, tiny_llama, transformers
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("nothing_left"),
+]
 
 POLICY = {"budget": 128, "page_size": 16, "recent": 32, "pool": 1.0, "placement": "host"}
 CAPACITY = 4096
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    torch._dynamo.reset()
-    gc.collect()
-    before = (hsa_compile.pool_bytes(), host_bytes().in_use)
-    yield
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.synchronize()
-    assert (hsa_compile.pool_bytes(), host_bytes().in_use) == before
-    trim()
 
 
 def compiled(model, mode: str | None = None):

@@ -10,11 +10,14 @@ import torch
 
 import hsa_compile
 from hsa_compile.runtime import streams
-from hsa_compile.runtime.host_memory import host_bytes, trim
+from hsa_compile.runtime.host_memory import host_bytes
 
 from .test_cuda_decode import Decode, tiny_llama
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("nothing_left"),
+]
 
 POLICY = {"budget": 128, "page_size": 16, "recent": 32, "pool": 1.0}
 
@@ -28,18 +31,6 @@ def compiled(model, placement: str, mode: str | None, **policy: object):
 
 def parts(decode: Decode) -> list[torch.Tensor]:
     return [part for layer in decode.cache.layers for part in (layer.keys, layer.values)]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left():
-    gc.collect()
-    before = (hsa_compile.pool_bytes(), host_bytes().in_use)
-    yield
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.synchronize()
-    assert (hsa_compile.pool_bytes(), host_bytes().in_use) == before
-    trim()
 
 
 def disturbed(model, step, placement: str) -> torch.Tensor:
