@@ -1,6 +1,7 @@
-"""What moves pages between host memory and a pool on a GPU: `fetch` against a pinned copy, and `diff`.
+"""What moves pages between host memory and a pool on a GPU: `fetch`, `fetch_attention`, and `diff`.
 
 `fetch` reads pages of pinned memory from a kernel; what bytes allow is the bandwidth of a pinned copy in the same run.
+`fetch_attention` attends meanwhile; beside it stand attention to pages that are all there, and one after the other.
 A page and KV head of 32 tokens x 128 in bf16 is 8 KiB of keys and as much of values, 16 KiB together.
 
     python -m benchmarks.gpu_host_io
@@ -17,6 +18,7 @@ import torch
 
 from benchmarks import common
 from hsa_compile.lowering import standalone
+from hsa_compile.ops.diff import LOADS, MISSING
 from hsa_compile.runtime.host_memory import allocate
 
 KV_HEADS, SIZE = 8, 128
@@ -49,9 +51,12 @@ def pinned_copy() -> float:
     return host.nbytes / common.Timing.of(times[2:]).median
 
 
-def fetch_rows(bandwidth: float, page_size: int, batch: int) -> list[dict[str, Any]]:
-    """Pages to load spread evenly over the rows, at random places of a cache of 64K tokens a row."""
-    tokens, slots = 65536 if batch == 1 else 16384, 130
+Caches = tuple[int, list[torch.Tensor], list[torch.Tensor]]
+
+
+def make_caches(batch: int, page_size: int, slots: int) -> Caches:
+    """Tokens, a cache of the host of so many a row, and pools."""
+    tokens = 65536 if batch == 1 else 16384
     shape = (batch, KV_HEADS, tokens, SIZE)
     nbytes = torch.Size(shape).numel() * 2
     caches = [allocate(nbytes, "cuda").tensor(shape, torch.bfloat16) for _ in range(2)]
@@ -62,6 +67,14 @@ def fetch_rows(bandwidth: float, page_size: int, batch: int) -> list[dict[str, A
     for cache in caches:
         for row in cache:
             row.copy_(torch.randn(row.shape, device="cuda"))
+    return tokens, caches, pools
+
+
+def fetch_rows(
+    bandwidth: float, page_size: int, batch: int, slots: int, made: Caches
+) -> list[dict[str, Any]]:
+    """Pages to load spread evenly over the rows, at random places of the cache."""
+    tokens, caches, pools = made
     found = []
     for pages in (64, 256, 1024, 2048):
         each = pages // (batch * KV_HEADS)
@@ -89,6 +102,63 @@ def fetch_rows(bandwidth: float, page_size: int, batch: int) -> list[dict[str, A
         }
         found.append(row)
         print(row, flush=True)
+    return found
+
+
+def attention_rows(
+    page_size: int, batch: int, slots: int, selected: int, made: Caches
+) -> list[dict[str, Any]]:
+    """One layer's attention, of whose selected pages some, at random, are not there."""
+    tokens, caches, pools = made
+    rows = (batch, KV_HEADS)
+    order = torch.rand(*rows, tokens // page_size).argsort(-1)
+    ids = order[..., :selected].sort(-1).values.int()
+    where = torch.rand(*rows, slots).argsort(-1)[..., :selected].int()
+    bits = torch.full((1, 1, tokens // page_size), -1, device="cuda")
+    q = torch.randn(batch, 4 * KV_HEADS, 1, SIZE, device="cuda").bfloat16()
+    found = []
+    for share in (0.0, 0.02, 0.04, 0.08, 0.2, 1.0):
+        missing = torch.rand(ids.shape) < share
+        count = missing.sum(-1)
+        loads = torch.full((*rows, selected, 2), -1, dtype=torch.int32)
+        for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(KV_HEADS)).tolist():
+            listed = torch.stack((ids[b, h], where[b, h]), -1)[missing[b, h]]
+            loads[b, h, : len(listed)] = listed
+        counts = torch.zeros(*rows, 5, dtype=torch.int32)
+        counts[..., LOADS] = count
+        marked = (where + MISSING * missing).int()
+        given = [x.cuda() for x in (ids, marked, loads, counts)]
+        there = (q, *pools, given[0], where.cuda(), bits, None, SIZE**-0.5, page_size)
+        moves = (*caches, given[2], given[3], *pools, page_size)
+        together = (q, *caches, *given, bits, None, *pools, SIZE**-0.5, page_size)
+
+        def one_after_the_other(moves: Any = moves, there: Any = there) -> None:
+            standalone.fetch(*moves)
+            standalone.sparse_attention(*there)
+
+        one_after_the_other()
+        want = standalone.sparse_attention(*there)[0]
+        for pool in pools:
+            pool.zero_()
+        one_after_the_other()
+        assert torch.equal(standalone.fetch_attention(*together)[0], want)
+        times = {
+            "fetch_attention": timed(partial(standalone.fetch_attention, *together)),
+            "fetch, then attention": timed(one_after_the_other),
+            "attention alone": timed(partial(standalone.sparse_attention, *there)),
+        }
+        pages = int(count.sum())
+        row = {
+            "op": "fetch_attention",
+            "batch": batch,
+            "selected": selected,
+            "pages": pages,
+            "page_bytes": page_size * SIZE * 2 * 2,
+            "times": {name: timing.as_dict() for name, timing in times.items()},
+            "bytes_per_s": pages * page_size * SIZE * 4 / times["fetch_attention"].median,
+        }
+        print({**row, "times": {k: round(1e6 * t.median, 1) for k, t in times.items()}}, flush=True)
+        found.append(row)
     return found
 
 
@@ -131,8 +201,12 @@ def main() -> None:
     bandwidth = pinned_copy()
     print(f"pinned copy: {bandwidth / 1e9:.1f} GB/s")
     rows: list[dict[str, Any]] = []
+    slots = 130
     for page_size, batch in ((32, 8), (16, 8), (32, 1)):
-        rows += fetch_rows(bandwidth, page_size, batch)
+        made = make_caches(batch, page_size, slots)
+        rows += fetch_rows(bandwidth, page_size, batch, slots, made)
+        if page_size == 32:
+            rows += attention_rows(page_size, batch, slots, 65, made)
     for batch in (1, 8):
         for share in (0.0, 0.05, 0.2):
             rows.append(diff_row(batch, 65, 131, share))

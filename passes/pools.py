@@ -2,12 +2,12 @@
 
 before: o = sparse_attention(q, keys, values, ids, None, ...)
 after:  append(keys, values, k, v, bits, pos, covered!, pool!); ...
-        slots, loads, moved = diff(ids, pos, pool!); fetch(keys, values, loads, moved, pool!)
-        o = sparse_attention(q, pool keys, pool values, ids, slots, ...)
+        slots, loads, moved = diff(ids, pos, pool!)
+        o = fetch_attention(q, keys, values, ids, slots, loads, moved, ..., pool!)
 
-with prefetch: ids, counts = select(..., more); slots, loads, moved = diff(ids, ..., more); fetch(...)
-        held = prefetch(keys, values, loads, moved, pool!); o = sparse_attention(..., ids[..., :K], slots[..., :K])
-        ...; join_prefetch([held, loads, moved, ...], counters!)
+with prefetch: ids, counts = select(..., more); slots, loads, moved = diff(ids, ..., more)
+        o = fetch_attention(q, keys, values, ids[..., :K], slots[..., :K], ..., pool!)
+        held = prefetch(keys, values, loads, moved, pool!); ...; join_prefetch([held, loads, moved, ...], counters!)
 
     or, one layer early: held, moved = prefetch_select(guess at q, summary, bits, ..., pool!)
         ...; join_prefetch([held], table!, moved!); append(...); ...
@@ -95,35 +95,46 @@ def _new_token(emit: Emitter, cache: CacheUpdate, held: fx.Node, position: fx.No
     return cache.new if new.dtype == full.dtype else emit.method("to", cache.new, full.dtype)
 
 
-def read_pages(
+def attend(
     emit: Emitter,
     plan: LayerPlan,
     keys: fx.Node,
     values: fx.Node,
     ids: fx.Node,
     position: fx.Node,
+    masks: tuple[fx.Node, fx.Node | None],
+    rest: tuple[object, ...],
     pool: Pool,
     moves: bool,
-) -> tuple[tuple[object, ...], fx.Node, list[fx.Node]]:
-    """Bring pages into the pool: the selected ones, and beside the step those ahead that stand behind them.
+) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
+    """Attend to the selected pages, which this brings into the pool, and copy those ahead beside what comes next.
 
-    Returns what attention reads, how many pages stayed and moved, and what the copy beside the step reads.
+    Returns the output of attention, how many pages stayed and moved, and what the copy beside the step reads.
+
+    Args:
+        masks: packed, and additive.
+        rest: what attention is told behind its tensors.
+        moves: without, nothing is copied, and attended is what the pool happens to hold.
     """
     page, more = plan.policy.page_size, plan.ahead
     state = (pool.table, pool.owner, pool.used, pool.clock)
     found = emit.call(_HSA.diff.default, ids, position, page, *state, *((more,) if more else ()))
     slots, loads, moved = (emit.call(operator.getitem, found, i) for i in range(3))
-    moving = (keys, values, loads, moved, pool.keys, pool.values, page)
-    held: list[fx.Node] = []
-    if moves:
-        emit.call(_HSA.fetch.default, *moving)
-    if moves and more:
-        # Behind the fetch, so that what is waited for has the bus to itself.
-        held = [emit.call(_HSA.prefetch.default, *moving), loads, moved]
     if more:
         selected = (..., slice(None, -more))
         ids, slots = (emit.call(operator.getitem, x, selected) for x in (ids, slots))
-    return (pool.keys, pool.values, ids, slots), moved, held
+    q, full, pools = plan.site.attention.q, (keys, values), (pool.keys, pool.values)
+    if not moves:
+        out = emit.call(_HSA.sparse_attention.default, q, *pools, ids, slots, *masks, *rest)
+        return out, moved, []
+    out = emit.call(
+        _HSA.fetch_attention.default, q, *full, ids, slots, loads, moved, *masks, *pools, *rest
+    )
+    if not more:
+        return out, moved, []
+    # Behind attention, so that what is waited for has the bus to itself.
+    ahead = emit.call(_HSA.prefetch.default, *full, loads, moved, *pools, page)
+    return out, moved, [ahead, loads, moved]
 
 
 def fetch_early(

@@ -8,7 +8,7 @@
     and, with the cache in host memory:
             append(keys, values, k, v, bits, pos, covered!, table!, owner!, pool!); summarize(..., tail of the pool)
             ids, counts = select(...); slots, loads = diff(ids, pos, table!, owner!, used!, clock!)
-            fetch(keys, values, loads, pool!); o = sparse_attention(q, pool, ids, slots, ...)
+            o = fetch_attention(q, keys, values, ids, slots, loads, ..., pool!)
 
     before: keys' = cat(keys, k); ...; return keys', ...
     after:  keys'[:, :, -1:] = k; ...; return ...          (keys' is an input now: a view with room for k)
@@ -33,7 +33,7 @@ from .emit import Emitter
 from .graph_tools import modifies, op, tensor
 from .masks import Masks
 from .operands import STRAIGHT
-from .pools import Pool, append, fetch_early, join, pool_inputs, read_pages
+from .pools import Pool, append, attend, fetch_early, join, pool_inputs
 from .positions import PositionOfWrite, Positions
 
 _HSA = torch.ops.hsa
@@ -204,26 +204,24 @@ class _Rewriter:
             )
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
-            paged: tuple[object, ...] = (keys, values, ids, None)
+            capped = (attention.softcap,) if attention.softcap else ()
+            rest = (attention.scale, policy.page_size, *capped)
             moved = None
-            if state.pool is not None:
-                paged, moved, held = read_pages(
-                    *(self.emit, plan, keys, values, ids, position, state.pool, self.moves)
+            if state.pool is None:
+                attended = self.emit.call(
+                    _HSA.sparse_attention.default,
+                    *(attention.q, keys, values, ids, None, bits, bias),
+                    *rest,
+                )
+            else:
+                attended, moved, held = attend(
+                    *(self.emit, plan, keys, values, ids, position, (bits, bias), rest),
+                    *(state.pool, self.moves),
                 )
                 if held:
                     self.ahead.setdefault(read.device, []).extend(held)
                 if at in self.early:
                     moved = self.emit.call(operator.add, moved, self.early[at].moved)
-            attended = self.emit.call(
-                _HSA.sparse_attention.default,
-                attention.q,
-                *paged,
-                bits,
-                bias,
-                attention.scale,
-                policy.page_size,
-                *((attention.softcap,) if attention.softcap else ()),
-            )
             result = self.emit.call(operator.getitem, attended, 0)
             if attention.sink is not None:
                 result = self._sunk(result, attended, attention.sink)

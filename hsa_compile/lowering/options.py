@@ -7,6 +7,7 @@ renderer give a kernel the same constants. Names are those of the templates' leg
 from dataclasses import dataclass
 
 from .. import algorithms
+from ..ops.diff import MISSING
 from ..ops.summarize import MARK_FACTOR, MARKED_CHANNELS, NEVER
 
 # Values end up as source text: a string carries its own quotes.
@@ -193,6 +194,7 @@ def diff(
     return {
         "KV_HEADS": kv_heads,
         "MORE": more,
+        "MISSING": MISSING,
         "SELECTED_PAD": max(16, next_power_of_2(slots if named is None else named)),
         "SLOTS_PAD": max(16, next_power_of_2(slots)),
         "PAGE_SIZE": page_size,
@@ -256,6 +258,7 @@ def sparse_attention(
     splits: int,
     pool: bool = False,
     softcap: float = 0.0,
+    fetches: bool = False,
 ) -> Constants:
     # Matrix units take 16 rows at least; for one head, sums in fp32 do without the padding.
     use_dot = group > 1
@@ -273,6 +276,8 @@ def sparse_attention(
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,
         "HAS_SLOTS": pool,
+        "FETCHES": fetches,
+        "MISSING": MISSING,
         "HAS_BIAS": bias is not None,
         "HEAD_BIAS": bias is not None and bias.heads,
         "BATCH_BIAS": bias is not None and bias.batch,

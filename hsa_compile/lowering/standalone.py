@@ -427,8 +427,9 @@ def sparse_attention(
     softcap: float = 0.0,
     splits: int | None = None,
     config: Config | None = None,
+    full: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``hsa::sparse_attention``."""
+    """``hsa::sparse_attention``; with the ``full`` cache beside a pool, ``hsa::fetch_attention``."""
     batch, query_heads, _, dim = q.shape
     kv_heads, value_dim = keys.shape[1], values.shape[-1]
     if splits is None:
@@ -437,7 +438,7 @@ def sparse_attention(
         )
     constants = options.sparse_attention(
         scale, kv_heads, query_heads // kv_heads, dim, value_dim, page_size, rows_of(bits),
-        None if bias is None else rows_of(bias), splits, slots is not None, softcap,
+        None if bias is None else rows_of(bias), splits, slots is not None, softcap, full is not None,
     )  # fmt: skip
     config = (
         config
@@ -453,6 +454,8 @@ def sparse_attention(
         inputs["slots"] = slots
     if bias is not None:
         inputs["bias"] = bias
+    if full is not None:
+        inputs["full_keys"], inputs["full_values"] = full
     acc = torch.empty((batch, query_heads, splits, value_dim), dtype=torch.float32, device=q.device)
     launch(
         "sparse_attention",
@@ -473,6 +476,31 @@ def sparse_attention(
         grids.merge_splits(batch, query_heads, value_dim, config.blocks),
     )
     return out, lse
+
+
+def fetch_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    slots: Tensor,
+    loads: Tensor,
+    counts: Tensor,
+    bits: Tensor,
+    bias: Tensor | None,
+    pool_keys: Tensor,
+    pool_values: Tensor,
+    scale: float,
+    page_size: int,
+    softcap: float = 0.0,
+    splits: int | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``hsa::fetch_attention``."""
+    full = (keys, values)
+    return sparse_attention(
+        q, pool_keys, pool_values, ids, slots, bits, bias, scale, page_size, softcap, splits, config, full
+    )  # fmt: skip
 
 
 def processors(device: torch.device) -> int:

@@ -17,6 +17,7 @@ from . import (
     checked_position,
     diff,
     fetch,
+    fetch_attention,
     join_prefetch,
     page_mask,
     prefetch,
@@ -34,6 +35,7 @@ implement("select", aten.select, select.fake)
 implement("append", append.append, append.fake)
 implement("diff", diff.diff, diff.fake)
 implement("fetch", fetch.fetch, fetch.fake)
+implement("fetch_attention", fetch_attention.fetch_attention, fetch_attention.fake)
 implement("prefetch", prefetch.prefetch, prefetch.fake)
 implement("prefetch_select", prefetch_select.prefetch_select, prefetch_select.fake)
 implement("join_prefetch", join_prefetch.join_prefetch, join_prefetch.fake)

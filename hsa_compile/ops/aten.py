@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.types import IntLikeType
 
 from .. import algorithms, compat
+from .diff import MISSING
 from .page_mask import unpack
 from .select import FRACTION_UNIT
 from .summarize import expected, kv_head_words
@@ -268,7 +269,7 @@ def sparse_attention(
     h = torch.arange(kv_heads, device=q.device).view(1, -1, 1, 1)
     where: tuple[Tensor, ...] = (b, h, at)
     if slots is not None:
-        where = (b, h, slots.clamp(min=0).long().unsqueeze(-1), offsets)
+        where = (b, h, (slots.clamp(min=0).long() & (MISSING - 1)).unsqueeze(-1), offsets)
 
     def attended(words: Tensor) -> Tensor:
         """Words ``[Bm, H, G, P]`` at the selected pages, as booleans ``[B, Hkv, G, K, page_size]``."""

@@ -8,7 +8,8 @@
     used     [B, Hkv, N] int32        written; when a slot's page was last asked for
     clock    [B, Hkv] int32           written; steps so far, one more after each
     ->
-    slots    [B, Hkv, K + M] int32    the slot of each page of ``ids``, padded with -1
+    slots    [B, Hkv, K + M] int32    the slot of each page of ``ids``, and ``MISSING`` more where the page is to be
+                                      loaded into it; padded with -1
     loads    [B, Hkv, K + M, 2] int32 page and slot of each page to load, padded with -1: selected ones, then others
     counts   [B, Hkv, 5] int32        hits, loads, evictions; others to load (``hsa::prefetch``), and how many hits
                                       are the first ones of pages that were loaded so
@@ -39,6 +40,8 @@ from ._library import define
 
 HITS, LOADS, EVICTIONS, AHEAD, FIRST_HITS = range(5)
 """Columns of ``counts``."""
+MISSING = 1 << 24
+"""Marks a slot whose page is to be loaded."""
 
 define(
     "diff(Tensor ids, Tensor position, int page_size, Tensor(a!) table, Tensor(b!) owner, Tensor(c!) used, "
@@ -95,7 +98,8 @@ def diff_reference(
                 loads[b, h, at, 0], loads[b, h, at, 1] = page, placed[page]
             for at, page in named:
                 if page in selected or page in others:
-                    slots[b, h, at] = placed[page]
+                    missing = page in to_load or page in ahead
+                    slots[b, h, at] = placed[page] + MISSING * missing
             for page in selected:
                 used[b, h, placed[page]] = now + 1
             for page in others:
@@ -187,9 +191,10 @@ def diff(
     place = torch.where(named, slots, pool)
     used.copy_(ages.scatter_(-1, place, asked.to(used.dtype))[..., :pool])
     clock.add_(1)
+    marked = slots + MISSING * missing
     n_hits = selected.sum(-1) - n_loads
     counts = torch.stack((n_hits, n_loads, evicts.sum(-1), n_missing - n_loads, n_first), -1)
-    return slots.to(ids.dtype), loads[:, :, :count].contiguous(), counts.to(ids.dtype)
+    return marked.to(ids.dtype), loads[:, :, :count].contiguous(), counts.to(ids.dtype)
 
 
 def fake(

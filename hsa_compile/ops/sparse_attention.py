@@ -4,8 +4,8 @@
     keys   [B, Hkv, S, D]       the full cache, any strides; query head h reads KV head h // (Hq // Hkv)
     values [B, Hkv, S, Dv]
     ids    [B, Hkv, K] int32    pages to attend, -1 is padding
-    slots  [B, Hkv, K] int32    where they are in a pool (``hsa::diff``), or None; keys and values are then the pool's,
-                                [B, Hkv, N, page_size, D] and [B, Hkv, N, page_size, Dv]
+    slots  [B, Hkv, K] int32    where they are in a pool (``hsa::diff``; marks are ignored), or None; keys and values are
+                                then pools, [B, Hkv, N, page_size, D] and [B, Hkv, N, page_size, Dv]
     bits   [Bm, Hm, P] int64    packed mask (``hsa::page_mask``), Bm in {1, B}, Hm in {1, Hq}
     bias   [Bm, Hm, 1, S]       additive mask, or None; read at the original position of each selected token
     ->
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ._library import define
+from .diff import MISSING
 from .page_mask import unpack
 
 define(
@@ -37,7 +38,7 @@ def _from_pool(pool: Tensor, ids: Tensor, slots: Tensor, pages: int) -> Tensor:
     """The cache ``[B, Hkv, pages * page_size, D]`` with the selected pages in place, and zeros elsewhere."""
     cache = pool.new_zeros((*ids.shape[:2], pages, *pool.shape[3:]))
     for b, h, k in (ids >= 0).nonzero().tolist():
-        cache[b, h, ids[b, h, k]] = pool[b, h, slots[b, h, k]]
+        cache[b, h, ids[b, h, k]] = pool[b, h, slots[b, h, k] % MISSING]
     return cache.flatten(2, 3)
 
 

@@ -98,6 +98,7 @@ class Printer:
             "checked_position": "position",
             "select": "ids, counts",
             "sparse_attention": "out, lse",
+            "fetch_attention": "out, lse",
             "diff": "slots, loads, moved",
             "prefetch": "held",
             "prefetch_select": "early, moved_early",

@@ -155,9 +155,8 @@ hsa.append(keys_0, values_0, [2, 2, 1, 16] f32, [2, 2, 1, 16] f32, bits_0, [1] i
 hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16, select(hsa_pool_keys_0, 2, 8))
 ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean, 2)
 slots_0, loads_0, moved_0 = hsa.diff(ids_0, [1] i64, 16, hsa_pool_table_0, hsa_pool_owner_0, hsa_pool_used_0, hsa_pool_clock_0, 2)
-hsa.fetch(keys_0, values_0, loads_0, moved_0, hsa_pool_keys_0, hsa_pool_values_0, 16)
+out_0, lse_0 = hsa.fetch_attention([2, 4, 1, 16] f32, keys_0, values_0, [2, 2, 5] i32, [2, 2, 5] i32, loads_0, moved_0, bits_0, None, hsa_pool_keys_0, hsa_pool_values_0, 0.25, 16)
 held_0 = hsa.prefetch(keys_0, values_0, loads_0, moved_0, hsa_pool_keys_0, hsa_pool_values_0, 16)
-out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, hsa_pool_keys_0, hsa_pool_values_0, [2, 2, 5] i32, [2, 2, 5] i32, bits_0, None, 0.25, 16)
 position_1 = hsa.checked_position([1] i64, 128, False)
 index_copy_(keys_1, 2, position_1, [2, 2, 1, 16] f32)
 index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
@@ -165,9 +164,8 @@ hsa.append(keys_1, values_1, [2, 2, 1, 16] f32, [2, 2, 1, 16] f32, bits_0, [1] i
 hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16, select(hsa_pool_keys_1, 2, 8))
 ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean, 2)
 slots_1, loads_1, moved_1 = hsa.diff(ids_1, [1] i64, 16, hsa_pool_table_1, hsa_pool_owner_1, hsa_pool_used_1, hsa_pool_clock_1, 2)
-hsa.fetch(keys_1, values_1, loads_1, moved_1, hsa_pool_keys_1, hsa_pool_values_1, 16)
+out_1, lse_1 = hsa.fetch_attention([2, 4, 1, 16] f32, keys_1, values_1, [2, 2, 5] i32, [2, 2, 5] i32, loads_1, moved_1, bits_0, None, hsa_pool_keys_1, hsa_pool_values_1, 0.25, 16)
 held_1 = hsa.prefetch(keys_1, values_1, loads_1, moved_1, hsa_pool_keys_1, hsa_pool_values_1, 16)
-out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, hsa_pool_keys_1, hsa_pool_values_1, [2, 2, 5] i32, [2, 2, 5] i32, bits_0, None, 0.25, 16)
 hsa.join_prefetch((held_0, loads_0, moved_0, held_1, loads_1, moved_1), hsa_counters_0)
 return [2, 1, 128] f32
 """,
@@ -208,8 +206,7 @@ hsa.append(keys_0, values_0, [2, 2, 1, 24] f32, [2, 2, 1, 24] f32, bits_0, [1] i
 hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16, select(hsa_pool_keys_0, 2, 8))
 ids_0, counts_0 = hsa.select([2, 4, 1, 24] f32, hsa_summary_0, bits_0, 0.204124, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 slots_0, loads_0, moved_0 = hsa.diff(ids_0, [1] i64, 16, hsa_pool_table_0, hsa_pool_owner_0, hsa_pool_used_0, hsa_pool_clock_0)
-hsa.fetch(keys_0, values_0, loads_0, moved_0, hsa_pool_keys_0, hsa_pool_values_0, 16)
-out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 24] f32, hsa_pool_keys_0, hsa_pool_values_0, ids_0, slots_0, bits_0, None, 0.204124, 16)
+out_0, lse_0 = hsa.fetch_attention([2, 4, 1, 24] f32, keys_0, values_0, ids_0, slots_0, loads_0, moved_0, bits_0, None, hsa_pool_keys_0, hsa_pool_values_0, 0.204124, 16)
 position_1 = hsa.checked_position([1] i64, 128, False)
 index_copy_(keys_1, 2, position_1, [2, 2, 1, 24] f32)
 index_copy_(values_1, 2, position_1, [2, 2, 1, 24] f32)
@@ -218,8 +215,7 @@ hsa.append(keys_1, values_1, [2, 2, 1, 24] f32, [2, 2, 1, 24] f32, bits_0, [1] i
 hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16, select(hsa_pool_keys_1, 2, 8))
 ids_1, counts_1 = hsa.select([2, 4, 1, 24] f32, hsa_summary_1, bits_0, 0.204124, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
 slots_1, loads_1, moved_1 = hsa.diff(ids_1, [1] i64, 16, hsa_pool_table_1, hsa_pool_owner_1, hsa_pool_used_1, hsa_pool_clock_1)
-hsa.fetch(keys_1, values_1, loads_1, moved_1, hsa_pool_keys_1, hsa_pool_values_1, 16)
-out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 24] f32, hsa_pool_keys_1, hsa_pool_values_1, ids_1, slots_1, bits_0, None, 0.204124, 16)
+out_1, lse_1 = hsa.fetch_attention([2, 4, 1, 24] f32, keys_1, values_1, ids_1, slots_1, loads_1, moved_1, bits_0, None, hsa_pool_keys_1, hsa_pool_values_1, 0.204124, 16)
 return [2, 1, 128] f32
 """,
         )

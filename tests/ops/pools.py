@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hsa_compile.ops.diff import AHEAD, EVICTIONS, FIRST_HITS, LOADS, diff_reference
+from hsa_compile.ops.diff import AHEAD, EVICTIONS, FIRST_HITS, LOADS, MISSING, diff_reference
 from hsa_compile.ops.fetch import fetch_reference
 
 Diff = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -220,6 +220,9 @@ def compare_diff(
     assert torch.equal(state.used[..., :-1], want.used[..., :-1])
     assert torch.equal(state.clock, want.clock)
     slots, loads, counts = got
+    missing = slots >= MISSING
+    assert torch.equal(missing.sum(-1), counts[..., LOADS] + counts[..., AHEAD])
+    slots = slots - MISSING * missing
     check_invariants(state, ids, slots, more)
     selects = ids.shape[-1] - more
     for b, row in enumerate(rows):
@@ -232,6 +235,7 @@ def compare_diff(
             left_out = {tail, -1} if tail not in selected else {-1}
             in_slots = [-1 if page in left_out else recency.pages[page] for page in named]
             assert slots[b, h].tolist() == in_slots
+            assert ids[b, h][missing[b, h]].tolist() == [page for page, _ in to_load]
             assert torch.equal(loads[b, h], padded(to_load, loads[b, h]))
             assert counts[b, h].tolist() == counted
     return counts

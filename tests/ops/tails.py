@@ -24,8 +24,8 @@ class Ops:
     summarize: Callable[..., Any]
     select: Callable[..., Any]
     diff: Callable[..., Any]
-    fetch: Callable[..., Any]
     attend: Callable[..., Any]
+    fetch_attend: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def layer(
     tail = pool_keys[:, :, request.slots - 1]
     ops.summarize(host[0], bits, at, summary, covered, request.algorithm, size, tail)
     ids, counts = ops.select(q, summary, bits, *selection)
-    slots, loads, moved = ops.diff(ids, at, size, table, *record)
-    ops.fetch(*host, loads, moved, *pools, size)
-    out, lse = ops.attend(q, *pools, ids, slots, bits, None, request.dim**-0.5, size)
-    return ids, counts, moved, out, lse
+    found = ops.diff(ids, at, size, table, *record)
+    masked = (bits, None, *pools, request.dim**-0.5)
+    out, lse = ops.fetch_attend(q, *host, ids, *found, *masked, size)
+    return ids, counts, found[2], out, lse
 
 
 def check_append(append: Callable[..., Any], request: Request, cases: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -47,6 +47,7 @@ class Case:
     bias: bool = False
     known_pages: bool = True
     pool: bool = False
+    fetches: bool = False
     softcap: float = 0.0
 
     def kernel(self, name: str) -> Kernel:
@@ -181,6 +182,8 @@ class Case:
                 inputs["keys"] = meta(*held, self.dim, dtype=self.dtype)
                 inputs["values"] = meta(*held, self.value_dim, dtype=self.dtype)
                 inputs["slots"] = ids
+                if self.fetches:
+                    inputs |= {"full_keys": keys, "full_values": values}
             if self.bias:
                 inputs["bias"] = meta(1, 1, 1, self.tokens, dtype=self.dtype)
             row_bytes = self.dtype.itemsize * options.dim_pad(max(self.dim, self.value_dim))
@@ -188,6 +191,7 @@ class Case:
                 options.sparse_attention(
                     0.1, self.kv_heads, self.group, self.dim, self.value_dim, self.page, rows,
                     Rows(False, False) if self.bias else None, splits, self.pool, self.softcap,
+                    self.fetches,
                 ),
                 options.sparse_attention_configs(row_bytes, self.page, 2048 // splits),
                 {**inputs, "lse": lse},
@@ -260,6 +264,9 @@ def test_attention_to_a_pool_compiles(child: Check, literal: bool) -> None:
     case = Case(pool=True, bias=True, group=1)
     child(check_compiles, Case(pool=True), "sparse_attention", early=True, literal=literal)
     child(check_compiles, case, "sparse_attention", literal=literal)
+    fetching = Case(pool=True, fetches=True, page=64)
+    child(check_compiles, fetching, "sparse_attention", True, early=True, literal=literal)
+    child(check_compiles, replace(case, fetches=True), "sparse_attention", literal=literal)
 
 
 @pytest.mark.parametrize("name", templates.NAMES)

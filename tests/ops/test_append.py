@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,15 +35,37 @@ from .tails import (
 
 assert hsa_compile.ops
 
-EAGER = Ops(HSA.append, HSA.summarize, HSA.select, HSA.diff, HSA.fetch, HSA.sparse_attention)
-REFERENCES = replace(EAGER, append=append_reference, diff=diff_reference, fetch=fetch_reference)
+EAGER = Ops(
+    *(HSA.append, HSA.summarize, HSA.select, HSA.diff, HSA.sparse_attention, HSA.fetch_attention)
+)
+
+
+def one_after_the_other(fetch: Any, attend: Any) -> Any:
+    """``fetch_attention`` of its two parts."""
+
+    def both(
+        q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, slots: Tensor, *rest: Any
+    ) -> Any:
+        loads, counts, bits, bias, pool_keys, pool_values, scale, page = rest
+        fetch(keys, values, loads, counts, pool_keys, pool_values, page)
+        return attend(q, pool_keys, pool_values, ids, slots, bits, bias, scale, page)
+
+    return both
+
+
+REFERENCES = replace(
+    EAGER,
+    append=append_reference,
+    diff=diff_reference,
+    fetch_attend=one_after_the_other(fetch_reference, HSA.sparse_attention),
+)
 KERNELS = Ops(
     standalone.append,
     standalone.summarize,
     standalone.select,
     standalone.diff,
-    standalone.fetch,
     standalone.sparse_attention,
+    standalone.fetch_attention,
 )
 REQUESTS = [
     Request(),
@@ -189,7 +212,9 @@ def check_kernels(request: Request, steps: int, all_of_them: bool) -> None:
     """Without ``all_of_them`` pages are scored and attended by the ops: the interpreter takes its time."""
     kernels = KERNELS
     if not all_of_them:
-        kernels = replace(kernels, select=HSA.select, attend=HSA.sparse_attention)
+        attend = HSA.sparse_attention
+        apart = one_after_the_other(standalone.fetch, attend)
+        kernels = replace(kernels, select=HSA.select, attend=attend, fetch_attend=apart)
     check_decoding(kernels, request, steps)
     check_nothing_is_read(kernels, request, steps=min(steps, request.page + 2))
 
@@ -225,9 +250,9 @@ def some_pages(newest: int, request: Request) -> Tensor:
 SHORT = replace(
     EAGER,
     select=lambda ids, summary, bits, *_: (ids, bits + 1),
-    attend=lambda q, pool_keys, pool_values, ids, slots, *_: (
-        pool_keys[:, :, -1, 0] + 1,
-        slots + 1,
+    fetch_attend=one_after_the_other(
+        HSA.fetch,
+        lambda q, pool_keys, pool_values, ids, slots, *_: (pool_keys[:, :, -1, 0] + 1, slots + 1),
     ),
 )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hsa_compile.ops  # noqa: F401
-from hsa_compile.ops.diff import diff_reference
+from hsa_compile.ops.diff import MISSING, diff_reference
 
 from .pools import (
     CacheShape,
@@ -43,6 +43,10 @@ def run_ahead(
     pages = torch.tensor([*ids, *others], dtype=torch.int32).view(1, 1, -1)
     given = (pages, torch.tensor([position]), 4, *state.tensors(), len(others))
     slots, loads, counts = diff(*given)
+    missing = slots >= MISSING
+    named = pages[missing].tolist()
+    assert sorted(named) == sorted(page for page, _ in loads[0, 0].tolist() if page >= 0)
+    slots = slots - MISSING * missing
     return slots[0, 0].tolist(), loads[0, 0].tolist(), counts[0, 0].tolist()
 
 

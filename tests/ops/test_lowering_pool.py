@@ -31,11 +31,11 @@ def step(
     *state: Tensor,
 ) -> tuple[Tensor, ...]:
     slots, loads, counts = torch.ops.hsa.diff(ids, position, PAGE, *state)
-    torch.ops.hsa.fetch(keys, values, loads, counts, pool_keys, pool_values, PAGE)
     bits = torch.full((1, 1, keys.shape[2] // PAGE), -1)
     q = torch.ones(ids.shape[0], 8, 1, 64, dtype=keys.dtype)
-    out, lse = torch.ops.hsa.sparse_attention(
-        q, pool_keys, pool_values, ids, slots, bits, None, 0.125, PAGE
+    missing, pools = (slots, loads, counts), (pool_keys, pool_values)
+    out, lse = torch.ops.hsa.fetch_attention(
+        q, keys, values, ids, *missing, bits, None, *pools, 0.125, PAGE
     )
     return counts.sum((0, 1)), out + 1, lse
 
@@ -84,10 +84,9 @@ def layer(
     ids, counts = hsa.select(
         q, summary, bits, 0.125, "cuboid", PAGE, SELECTED, SELECTED, 0, 1, 1, "softmax_mean"
     )
-    slots, loads, moved = hsa.diff(ids, position, PAGE, table, *record)
-    hsa.fetch(*caches, loads, moved, *pools, PAGE)
-    out, lse = hsa.sparse_attention(q, *pools, ids, slots, bits, None, 0.125, PAGE)
-    return out + 1, lse, counts + 1, moved.sum((0, 1))
+    found = hsa.diff(ids, position, PAGE, table, *record)
+    out, lse = hsa.fetch_attention(q, *caches, ids, *found, bits, None, *pools, 0.125, PAGE)
+    return out + 1, lse, counts + 1, found[2].sum((0, 1))
 
 
 def ahead(*args: Tensor) -> tuple[Tensor, ...]:
@@ -105,10 +104,10 @@ def ahead(*args: Tensor) -> tuple[Tensor, ...]:
     hsa.summarize(keys, bits, position, summary, covered, "cuboid", PAGE, tail)
     ids, counts = hsa.select(q, summary, bits, *rule, 3)
     slots, loads, moved = hsa.diff(ids, position, PAGE, *state, 3)
-    hsa.fetch(*caches, loads, moved, *pools, PAGE)
-    held = hsa.prefetch(*caches, loads, moved, *pools, PAGE)
     ids, slots = ids[..., :-3], slots[..., :-3]
-    out, lse = hsa.sparse_attention(q, *pools, ids, slots, bits, None, 0.125, PAGE)
+    rest = (bits, None, *pools, 0.125, PAGE)
+    out, lse = hsa.fetch_attention(q, *caches, ids, slots, loads, moved, *rest)
+    held = hsa.prefetch(*caches, loads, moved, *pools, PAGE)
     result = out + 1, lse, counts + 1, (moved + early).sum((0, 1))
     hsa.join_prefetch([held, loads, moved], state[3])
     return result
@@ -136,13 +135,13 @@ def check_layer(dtype: torch.dtype, growing: bool) -> None:
             torch._dynamo.mark_dynamic(args[index], 2)
     code = written_code(layer, args)
     if dtype == torch.float64:
-        ops = {"append", "summarize", "select", "fetch", "sparse_attention"}
+        ops = {"append", "summarize", "select", "fetch_attention"}
         assert calls_of_ops(code) == ops
         return
-    assert sum(name.startswith("triton_tem") for name in launches(code)) == 8
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 7
     sources = re.findall(r"Source Nodes: \[(\w+).*\n.*\n +triton_tem", code)
-    attention = ["sparse_attention"] * 2
-    assert sources == ["append", "summarize", "select", "select", "diff", "fetch", *attention]
+    attention = ["fetch_attention"] * 2
+    assert sources == ["append", "summarize", "select", "select", "diff", *attention]
     assert not calls_of_ops(code)
     # No pool, no slot of it, no cache, summary or record is copied.
     copied = {f"(2, 2, {SLOTS}, {PAGE}, 64)", f"(2, 2, {PAGE}, 64)", f"(2, 2, {SLOTS})"}
@@ -160,9 +159,10 @@ def check_ahead() -> None:
         r"Source Nodes: \[(\w+).*\n.*\n +triton_tem|^ +(?:\w+ = )?torch\.ops\.hsa\.(\w+)\.default\("
     )
     order = [a or b for a, b in re.findall(called, code[code.index("def call") :], re.MULTILINE)]
-    step = ["append", "summarize", "select", "select", "diff", "fetch", "prefetch"]
+    step = ["append", "summarize", "select", "select", "diff"]
     attention = ["ids_1"] * 2  # the name under which it was traced
-    assert order == ["prefetch_select", "join_prefetch", *step, *attention, "join_prefetch"], order
+    behind = [*attention, "prefetch", "join_prefetch"]
+    assert order == ["prefetch_select", "join_prefetch", *step, *behind], order
     copied = {f"(2, 2, {SLOTS}, {PAGE}, 64)", f"(2, 2, {PAGE}, 64)", f"(2, 2, {SLOTS})"}
     assert not copied & set(allocations(code))
     assert not any("128)" in size or ", 2, 64)" in size for size in allocations(code))
@@ -171,8 +171,8 @@ def check_ahead() -> None:
 def check_static(layout: str, dtype: torch.dtype) -> None:
     code = written_code(step, inputs(layout, dtype))
     kernels = [name for name in launches(code) if name.startswith("triton_tem")]
-    order = ("diff", "fetch", "sparse_attention", "sparse_attention")
-    assert len(kernels) == 4 and all(op in name for op, name in zip(order, kernels, strict=True))
+    order = ("diff", "fetch_attention", "fetch_attention")
+    assert len(kernels) == 3 and all(op in name for op, name in zip(order, kernels, strict=True))
     check_nothing_is_copied(code)
     assert not calls_of_ops(code)
 
@@ -182,7 +182,7 @@ def check_growing() -> None:
     for index in (2, 3, 6):
         torch._dynamo.mark_dynamic(args[index], 2)
     code = written_code(step, args)
-    assert sum(name.startswith("triton_tem") for name in launches(code)) == 4
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 3
     assert not calls_of_ops(code)
     check_nothing_is_copied(code)
 
@@ -193,13 +193,13 @@ def check_any_batch_and_selection() -> None:
         torch._dynamo.mark_dynamic(arg, 0)
     torch._dynamo.mark_dynamic(args[0], 2)
     code = written_code(step, args)
-    assert sum(name.startswith("triton_tem") for name in launches(code)) == 4
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 3
     assert not calls_of_ops(code)
 
 
 def check_eager_fallback() -> None:
     code = written_code(step, inputs("head-major", torch.float64))
-    assert calls_of_ops(code) == {"fetch", "sparse_attention"}
+    assert calls_of_ops(code) == {"fetch_attention"}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Attention to a pool that ``diff`` and ``fetch`` keep is attention to the full cache, bit by bit."""
+"""Attention to a pool that ``diff`` and ``fetch_attention`` keep is attention to the full cache, bit by bit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch._inductor.utils import run_and_get_code
 
 import hsa_compile.ops  # noqa: F401
 from hsa_compile.lowering import standalone
-from hsa_compile.ops.diff import HITS, LOADS, diff_reference
-from hsa_compile.ops.fetch import fetch_reference
+from hsa_compile.ops.diff import HITS, LOADS, MISSING, diff_reference
+from hsa_compile.ops.fetch_attention import fetch_attention_reference
 from hsa_compile.ops.page_mask import page_mask
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
 
@@ -75,8 +75,8 @@ class Ops:
     attend: Callable[..., Any]
 
 
-EAGER = Ops(HSA.diff, HSA.fetch, HSA.sparse_attention)
-KERNELS = Ops(standalone.diff, standalone.fetch, standalone.sparse_attention)
+EAGER = Ops(HSA.diff, HSA.fetch_attention, HSA.sparse_attention)
+KERNELS = Ops(standalone.diff, standalone.fetch_attention, standalone.sparse_attention)
 
 
 def attend_to_numbers(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Any:
@@ -84,7 +84,13 @@ def attend_to_numbers(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> An
     return sparse_attention_reference(q, keys.nan_to_num(), values.nan_to_num(), *rest)
 
 
-REFERENCES = Ops(diff_reference, fetch_reference, attend_to_numbers)
+def fetch_numbers(*args: Any) -> Any:
+    for pool in args[9:11]:
+        pool.nan_to_num_()
+    return fetch_attention_reference(*args)
+
+
+REFERENCES = Ops(diff_reference, fetch_numbers, attend_to_numbers)
 
 
 def append(pools: tuple[Tensor, Tensor], at: Tensor, ids: Tensor, slots: Tensor, new: Any) -> None:
@@ -93,7 +99,7 @@ def append(pools: tuple[Tensor, Tensor], at: Tensor, ids: Tensor, slots: Tensor,
     slot = slots.gather(-1, newest.clamp(min=0)).squeeze(-1)
     for pool, token in zip(pools, new, strict=True):
         for b, h in (newest.squeeze(-1) >= 0).nonzero().tolist():
-            pool[b, h, slot[b, h], int(at[b % len(at)]) % pool.shape[3]] = token[b, h]
+            pool[b, h, slot[b, h] % MISSING, int(at[b % len(at)]) % pool.shape[3]] = token[b, h]
 
 
 def check_decoding(ops: Ops, case: Decoding, steps: int, tolerance: float = 0.0) -> None:
@@ -133,19 +139,32 @@ def check_decoding(ops: Ops, case: Decoding, steps: int, tolerance: float = 0.0)
         bias = torch.randn(1, 1, 1, case.tokens).to(case.dtype) if case.bias else None
         q = torch.randn(case.batch, heads, 1, case.dim).to(case.dtype)
         slots, loads, counts = ops.diff(ids, position, case.page, *state.tensors())
-        ops.fetch(keys, values, loads, counts, *pools, case.page)
         append(pools, position, ids, slots, new)
-        rest = (bits, bias, case.dim**-0.5, case.page)
-        got = ops.attend(q, *pools, ids, slots, *rest)
-        want = ops.attend(q, keys, values, ids, None, *rest)
-        for a, b in zip(got, want, strict=True):
+        rest = (case.dim**-0.5, case.page)
+        missing = (ids, slots, loads, counts, bits, bias)
+        got = ops.fetch(q, keys, values, *missing, *pools, *rest)
+        want = ops.attend(q, keys, values, ids, None, bits, bias, *rest)
+        again = ops.attend(q, *pools, ids, slots, bits, bias, *rest)
+        for a, b, c in zip(got, want, again, strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(a, c, rtol=0, atol=0)
             assert not a.isnan().any()
+        check_slots(pools, (keys, values), ids, slots)
         # A row that selected nothing left this step's token out of its pool.
         empty = (ids < 0).all(-1, keepdim=True)
         state.table.masked_fill_(empty & (page == position.view(-1, 1, 1) // case.page), -1)
         hits, loaded = hits + int(counts[..., HITS].sum()), loaded + int(counts[..., LOADS].sum())
     assert min(hits, loaded) > steps // 8
+
+
+def check_slots(pools: Any, caches: Any, ids: Tensor, slots: Tensor) -> None:
+    """The whole page is in its slot, masked or not."""
+    for pool, cache in zip(pools, caches, strict=True):
+        page = pool.shape[3]
+        for b, h, k in (slots >= MISSING).nonzero().tolist():
+            begin = int(ids[b, h, k]) * page
+            want = cache[b, h, begin : begin + page]
+            assert torch.equal(pool[b, h, slots[b, h, k] % MISSING, : len(want)], want)
 
 
 CASES = [
@@ -199,12 +218,10 @@ def test_compiled() -> None:
         state: list[Tensor],
         with_pool: bool,
     ) -> tuple[Tensor, Tensor]:
-        slots = None
-        if with_pool:
-            slots, loads, counts = HSA.diff(ids, position, case.page, *state)
-            HSA.fetch(*cache, loads, counts, *pool, case.page)
-        read = pool if with_pool else cache
-        return HSA.sparse_attention(q, *read, ids, slots, bits, bias, 0.25, case.page)
+        if not with_pool:
+            return HSA.sparse_attention(q, *cache, ids, None, bits, bias, 0.25, case.page)
+        found = HSA.diff(ids, position, case.page, *state)
+        return HSA.fetch_attention(q, *cache, ids, *found, bits, bias, *pool, 0.25, case.page)
 
     compiled = torch.compile(step, backend=inductor, dynamic=False, fullgraph=True)
     cache, pool = list(make_caches(case.cache)), list(make_pools(case.cache))

@@ -108,6 +108,7 @@ def written_code(function: Step, args: list[Tensor]) -> str:
     with (
         # What the ops become on a CPU before Inductor sees them is not wanted here.
         mock.patch.dict(torch.ops.hsa.summarize.default.py_kernels, clear=True),
+        mock.patch.dict(torch.ops.hsa.fetch_attention.default.py_kernels, clear=True),
         mock.patch.object(GraphLowering, "compile_to_module", stop),
         mock.patch.object(kernels, "run_on", lambda device: True),
         pytest.raises(StopError),
