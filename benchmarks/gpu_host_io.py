@@ -136,11 +136,12 @@ def attention_rows(
             standalone.fetch(*moves)
             standalone.sparse_attention(*there)
 
-        one_after_the_other()
+        for pool in pools:
+            pool.zero_()
+        standalone.fetch(*moves)
         want = standalone.sparse_attention(*there)[0]
         for pool in pools:
             pool.zero_()
-        one_after_the_other()
         assert torch.equal(standalone.fetch_attention(*together)[0], want)
         times = {
             "fetch_attention": timed(partial(standalone.fetch_attention, *together)),

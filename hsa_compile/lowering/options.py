@@ -19,7 +19,8 @@ SINGLE_BLOCK_PAGES = 8192
 LOOP_BLOCK_PAGES = 4096
 # Below this many pages to score, smaller programs spread the work better.
 FEW_PAGES = 32768
-# Rows whose loads are numbered at once, and bytes of keys (and of values) that are copied at once.
+# Rows whose loads are numbered at once, and bytes of keys (and of values) that are copied at once; by a warp, where
+# attention copies what it misses.
 LOOP_BLOCK_ROWS = 1024
 COPIED_BYTES = 4096
 
@@ -277,6 +278,7 @@ def sparse_attention(
         "BATCH_BITS": bits.batch,
         "HAS_SLOTS": pool,
         "FETCHES": fetches,
+        "SLOTS_AT_ONCE": 16,
         "MISSING": MISSING,
         "HAS_BIAS": bias is not None,
         "HEAD_BIAS": bias is not None and bias.heads,
@@ -288,20 +290,22 @@ def sparse_attention(
 
 def sparse_attention_configs(row_bytes: int, page_size: int, split_tokens: int) -> list[Config]:
     """``row_bytes`` is the padded size of a key or value, ``split_tokens`` the tokens that one program attends."""
+
+    def config(tokens: int, warps: int, stages: int = 1) -> Config:
+        copied = max(1, min(page_size, warps * COPIED_BYTES // row_bytes))
+        return Config({"BLOCK_TOKENS": tokens, "BLOCK_COPIED": copied}, warps, stages)
+
     if row_bytes > 256:
         # Large rows, and fp32 products, which are summed outside the matrix units, need the registers
         # of more warps; 32 KiB of keys and as much of values fit the shared memory of any GPU.
         tile = min(32, 32768 // row_bytes)
         warps = min(8, max(4, tile * row_bytes // 4096))
-        return [Config({"BLOCK_TOKENS": tile}, warps), Config({"BLOCK_TOKENS": tile}, warps // 2)]
+        return [config(tile, warps), config(tile, warps // 2)]
     # A tile of about 8 KiB a warp: many tokens a program are pipelined, few are loaded at once.
     tile, wide = max(page_size, 32), max(page_size, 64)
-    piped, at_once = (
-        Config({"BLOCK_TOKENS": tile}, tile // 32, 3),
-        Config({"BLOCK_TOKENS": wide}, 4),
-    )
+    piped, at_once = config(tile, tile // 32, 3), config(wide, 4)
     best = (piped, at_once) if split_tokens > 64 else (at_once, piped)
-    return [*best, Config({"BLOCK_TOKENS": wide}, 2, 2), Config({"BLOCK_TOKENS": tile}, tile // 32)]
+    return [*best, config(wide, 2, 2), config(tile, tile // 32)]
 
 
 def attention_splits(rows: int, slots: int, page_size: int, processors: int) -> int:

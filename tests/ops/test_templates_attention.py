@@ -149,7 +149,7 @@ def test_attention_lengths(interpreted: Check, page: int, extra: int | None) -> 
 @pytest.mark.parametrize("page", [16, 64])
 def test_attention_splits(interpreted: Check, splits: int, tokens: int, page: int) -> None:
     """Blocks of several pages, and of a part of one."""
-    config = Config({"BLOCK_TOKENS": tokens}, 4, 2)
+    config = Config({"BLOCK_TOKENS": tokens, "BLOCK_COPIED": 1}, 4, 2)
     shape = Shape(tokens=300, page=page)
     interpreted(
         check_attention, shape, torch.float32, "heads", slots=11, splits=splits, config=config
