@@ -62,9 +62,10 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         slots = max(budget + 1, forced)
     if policy.placement == "device":
         return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
-    if site.keys.kind != "static":
+    if site.keys.kind == "functional":
         reason = (
-            f"placement 'host' takes caches that are written in place; this one is {site.keys.kind}"
+            "placement 'host' takes caches that are written in place or grow by torch.cat; "
+            "this one is replaced by a new tensor at every step"
         )
         return Reject(site.where, reason, attention.anchor.name)
     if not isinstance(tokens, int) and fraction:

@@ -49,6 +49,9 @@ def pool_inputs(emit: Emitter, plan: LayerPlan, number: int) -> Pool:
     )
     rows, slots, page = tuple(read.shape[:2]), plan.pool_slots, plan.policy.page_size
     pages = -(-read.shape[2] // page)
+    # The table of a cache of any length is as that of its summaries: its strides do not depend on the length.
+    page_major = (rows[1], 1, rows[0] * rows[1])
+    strides = None if isinstance(pages, int) else page_major
     inputs = {
         "table": ((pages,), torch.int32),
         "owner": ((slots,), torch.int32),
@@ -59,7 +62,13 @@ def pool_inputs(emit: Emitter, plan: LayerPlan, number: int) -> Pool:
     }
     return Pool(
         **{
-            name: emit.input(f"hsa_pool_{name}_{number}", rows + shape, dtype, read.device)
+            name: emit.input(
+                f"hsa_pool_{name}_{number}",
+                rows + shape,
+                dtype,
+                read.device,
+                strides if name == "table" else None,
+            )
             for name, (shape, dtype) in inputs.items()
         }
     )

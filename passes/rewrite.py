@@ -69,13 +69,22 @@ class State:
     pool: Pool | None
 
 
+@dataclass(frozen=True)
+class GrownInput:
+    """An input that is now a view with room for one token."""
+
+    view: fx.Node
+    places: tuple[int, ...]
+    """The outputs of the model that it stands for."""
+    on_host: bool
+
+
 @dataclass
 class Rewritten:
     """What the rewrite did to the graph."""
 
     sites: list[SparseSite] = field(default_factory=list)
-    growing: list[tuple[fx.Node, tuple[int, ...]]] = field(default_factory=list)
-    """Inputs that are now views with room for one token, and the outputs of the model that they stand for."""
+    growing: list[GrownInput] = field(default_factory=list)
     counters: list[tuple[torch.device, fx.Node, list[int]]] = field(default_factory=list)
     """A device, its counter input ``[sites, 2 or 7]``, and the sites (indices into ``sites``) of its rows."""
     outputs: int = 0
@@ -106,6 +115,8 @@ class _Rewriter:
         self.ahead: dict[torch.device, list[fx.Node]] = {}
         self.early: dict[int, _Early] = {}
         self.inputs: dict[int, tuple[fx.Node, fx.Node, Pool | None]] = {}
+        pooled = [plan.site for plan in plans if plan.pool_slots]
+        self.on_host = {cache.write for site in pooled for cache in (site.keys, site.values)}
 
     def run(self) -> Rewritten:
         output = next(iter(reversed(self.graph.nodes)))
@@ -157,13 +168,14 @@ class _Rewriter:
             self.emit.method("copy_", last, cache.new)
         output = next(iter(reversed(self.graph.nodes)))
         places = tuple(i for i, node in enumerate(output.args[0]) if node is cache.write)  # type: ignore[arg-type]
-        self.result.growing.append((view, places))
+        on_host = cache.write in self.on_host
+        self.result.growing.append(GrownInput(view, places, on_host))
         cache.write.replace_all_uses_with(view, delete_user_cb=lambda user: user is not output)
         self.made[cache.write] = view
         return view
 
     def _drop_outputs(self, output: fx.Node) -> None:
-        taken = {place for _, places in self.result.growing for place in places}
+        taken = {place for grown in self.result.growing for place in grown.places}
         kept = tuple(node for i, node in enumerate(output.args[0]) if i not in taken)  # type: ignore[arg-type]
         output.args = (kept,)
         for plan in self.plans:

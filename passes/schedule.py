@@ -127,6 +127,8 @@ def _look_ahead(
     readers: Counter[fx.Node],
     flow: _Flow,
 ) -> Lookahead | str:
+    if plan.site.keys.kind == "dynamic":
+        return "its cache grows"
     if earlier is None:
         return "there is no attention before it"
     if isinstance(earlier, Reject):

@@ -32,7 +32,7 @@ def verify(gm: fx.GraphModule, rewritten: Rewritten) -> None:
                 f"{where}: {now.dtype} {tuple(now.shape)} on {now.device} after the rewrite, "
                 f"{was.dtype} {tuple(was.shape)} on {was.device} before it"
             )
-    kept = rewritten.outputs - sum(len(places) for _, places in rewritten.growing)
+    kept = rewritten.outputs - sum(len(grown.places) for grown in rewritten.growing)
     output = next(iter(reversed(gm.graph.nodes)))
     if len(output.args[0]) != kept:
         raise RewriteError(

@@ -19,10 +19,11 @@ SINGLE_BLOCK_PAGES = 8192
 LOOP_BLOCK_PAGES = 4096
 # Below this many pages to score, smaller programs spread the work better.
 FEW_PAGES = 32768
-# Rows whose loads are numbered at once, and bytes of keys (and of values) that are copied at once; by a warp, where
-# attention copies what it misses.
+# Rows whose loads are numbered at once, and bytes of keys (and of values) that are copied at once.
 LOOP_BLOCK_ROWS = 1024
 COPIED_BYTES = 4096
+# The same for a warp of attention, which shares its registers with what attends.
+COPIED_BYTES_A_WARP = 2048
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ def sparse_attention_configs(row_bytes: int, page_size: int, split_tokens: int) 
     """``row_bytes`` is the padded size of a key or value, ``split_tokens`` the tokens that one program attends."""
 
     def config(tokens: int, warps: int, stages: int = 1) -> Config:
-        copied = max(1, min(page_size, warps * COPIED_BYTES // row_bytes))
+        copied = max(1, min(page_size, warps * COPIED_BYTES_A_WARP // row_bytes))
         return Config({"BLOCK_TOKENS": tokens, "BLOCK_COPIED": copied}, warps, stages)
 
     if row_bytes > 256:
@@ -303,7 +304,7 @@ def sparse_attention_configs(row_bytes: int, page_size: int, split_tokens: int) 
         return [config(tile, warps), config(tile, warps // 2)]
     # A tile of about 8 KiB a warp: many tokens a program are pipelined, few are loaded at once.
     tile, wide = max(page_size, 32), max(page_size, 64)
-    piped, at_once = config(tile, tile // 32, 3), config(wide, 4)
+    piped, at_once = config(tile, tile // 32, 2), config(wide, 4)
     best = (piped, at_once) if split_tokens > 64 else (at_once, piped)
     return [*best, config(wide, 2, 2), config(tile, tile // 32)]
 

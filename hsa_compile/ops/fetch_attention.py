@@ -50,9 +50,7 @@ def fetch_attention_reference(
     """The specification."""
     pools = (pool_keys, pool_values)
     fetch_reference(keys, values, loads, counts, *pools, page_size)
-    return sparse_attention_reference(
-        q, *pools, ids, slots, bits, bias, scale, page_size, softcap
-    )
+    return sparse_attention_reference(q, *pools, ids, slots, bits, bias, scale, page_size, softcap)
 
 
 def fetch_attention(

@@ -4,8 +4,8 @@
     keys   [B, Hkv, S, D]       the full cache, any strides; query head h reads KV head h // (Hq // Hkv)
     values [B, Hkv, S, Dv]
     ids    [B, Hkv, K] int32    pages to attend, -1 is padding
-    slots  [B, Hkv, K] int32    where they are in a pool (``hsa::diff``; marks are ignored), or None; keys and values are
-                                then pools, [B, Hkv, N, page_size, D] and [B, Hkv, N, page_size, Dv]
+    slots  [B, Hkv, K] int32    where they are in a pool (``hsa::diff``; marks are ignored), or None; with slots, keys
+                                and values are pools, [B, Hkv, N, page_size, D] and [B, Hkv, N, page_size, Dv]
     bits   [Bm, Hm, P] int64    packed mask (``hsa::page_mask``), Bm in {1, B}, Hm in {1, Hq}
     bias   [Bm, Hm, 1, S]       additive mask, or None; read at the original position of each selected token
     ->

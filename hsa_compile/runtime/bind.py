@@ -47,7 +47,7 @@ def bind(
     at = {node: i for i, node in enumerate(placeholders)}
     traced = [node.meta.get("example_value") for node in original.nodes if node.op == "placeholder"]
     readers = compat.symbol_values(traced)
-    grown = {view for view, _ in rewritten.growing}
+    grown = {held.view for held in rewritten.growing}
     inputs = [
         compat.compile_input(node.meta["example_value"])
         if i >= len(example_inputs) or node in grown
@@ -62,7 +62,10 @@ def bind(
     return (
         Bindings(
             summaries,
-            tuple(GrowingBinding(at[view], places) for view, places in rewritten.growing),
+            tuple(
+                GrowingBinding(at[held.view], held.places, held.on_host)
+                for held in rewritten.growing
+            ),
             tuple(
                 _block(rewritten, device, sites, readers) for device, _, sites in rewritten.counters
             ),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .host_tier import new_host_tensor
 from .state import OWNERS
 
 _KEY = "growing"
@@ -31,6 +32,7 @@ class _Buffer:
     size: int
     capacity: int
     tip: int
+    on_host: bool
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
@@ -42,11 +44,14 @@ def token_major_strides(batch: int, heads: int, size: int) -> tuple[int, int, in
     return heads * size, size, batch * heads * size, 1
 
 
-def with_room_for_one(old: Tensor) -> Tensor:
+def with_room_for_one(old: Tensor, on_host: bool = False) -> Tensor:
     """A view ``[B, H, S + 1, D]`` whose first S tokens are ``old``; the last one is to be written.
 
     In place where ``old`` is the newest view of a buffer of ours with room left; otherwise in a new buffer with a
-    quarter of spare capacity.
+    quarter of spare capacity. With ``on_host`` the buffer is in host memory (:mod:`.host_tier`).
+
+    Raises:
+        HostMemoryError: there is too little; ``old`` is as it was.
     """
     batch, heads, tokens, size = old.shape
     buffer = OWNERS.peek(old.untyped_storage(), _KEY)
@@ -54,6 +59,7 @@ def with_room_for_one(old: Tensor) -> Tensor:
         isinstance(buffer, _Buffer)
         and buffer.tip == tokens < buffer.capacity
         and (buffer.batch, buffer.heads, buffer.size) == (batch, heads, size)
+        and buffer.on_host == on_host
         and old.storage_offset() == 0
         and old.stride() == buffer.strides
     ):
@@ -61,9 +67,12 @@ def with_room_for_one(old: Tensor) -> Tensor:
         return old.as_strided((batch, heads, tokens + 1, size), buffer.strides, 0)
     capacity = tokens + max(_SPARE_TOKENS, tokens // 4)
     with torch.inference_mode(False):
-        store = torch.empty((capacity, batch, heads, size), dtype=old.dtype, device=old.device)
-    store[:tokens].permute(1, 2, 0, 3).copy_(old)
-    OWNERS.of(store.untyped_storage())[_KEY] = _Buffer(batch, heads, size, capacity, tokens + 1)
+        allocate = new_host_tensor if on_host and old.device.type == "cuda" else torch.empty
+        store = allocate((capacity, batch, heads, size), dtype=old.dtype, device=old.device)
+    with torch.no_grad():
+        store[:tokens].permute(1, 2, 0, 3).copy_(old)
+    buffer = _Buffer(batch, heads, size, capacity, tokens + 1, on_host)
+    OWNERS.of(store.untyped_storage())[_KEY] = buffer
     return store.as_strided(
         (batch, heads, tokens + 1, size), token_major_strides(batch, heads, size), 0
     )

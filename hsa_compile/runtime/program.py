@@ -49,6 +49,7 @@ class GrowingBinding:
 
     argument: int
     outputs: tuple[int, ...]
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,11 @@ class Program:
 
     def __call__(self, *arguments: object) -> tuple[object, ...]:
         inputs = list(arguments)
-        for cache in self.growing:
-            inputs[cache.argument] = with_room_for_one(inputs[cache.argument])  # type: ignore[arg-type]
         if self._hosted:
             join_all()
+        for cache in self.growing:
+            held: Tensor = inputs[cache.argument]  # type: ignore[assignment]
+            inputs[cache.argument] = with_room_for_one(held, cache.on_host)
         states = [self._state(binding, inputs, arguments) for binding in self.summaries]
         extra: list[Tensor] = []
         for binding, state in zip(self.summaries, states, strict=True):

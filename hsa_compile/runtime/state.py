@@ -83,8 +83,8 @@ class PageState:
         if not self.layout.pool_slots:
             return self.views(pages)
         if self.pool is None:
-            self.pool = PagePool(self.layout, self.batch, pages, self.device)
-        return (*self.views(pages), *self.pool.tensors)
+            self.pool = PagePool(self.layout, self.batch, self.device, self.page_major)
+        return (*self.views(pages), self.pool.table(pages), *self.pool.rest)
 
     def reset(self) -> None:
         """Forget what is covered: the next step summarises every page anew, and trusts no page of the pool."""
@@ -103,16 +103,19 @@ class PageState:
 class PagePool:
     """Pages of one cache on the device (see ``hsa_compile.ops.diff``), empty at first.
 
-    ``tensors`` are, in the order of the graph's inputs: table ``[B, Hkv, P]``, owner and used ``[B, Hkv, N]``, clock
-    ``[B, Hkv]``, all int32, and keys and values ``[B, Hkv, N, T, D]``.
+    ``rest`` are, in the order of the graph's inputs: owner and used ``[B, Hkv, N]``, clock ``[B, Hkv]``, all int32, and
+    keys and values ``[B, Hkv, N, T, D]``. The table is stored as summaries are (:class:`PageState`).
     """
 
-    def __init__(self, layout: SummaryLayout, batch: int, pages: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: SummaryLayout, batch: int, device: torch.device, page_major: bool
+    ) -> None:
+        self.page_major = page_major
         rows, slots = (batch, layout.kv_heads), layout.pool_slots
         held = (*rows, slots, layout.page_size)
         with torch.inference_mode(False):
-            self.tensors = (
-                torch.full((*rows, pages), -1, dtype=torch.int32, device=device),
+            self._table = torch.empty((*rows, 0), dtype=torch.int32, device=device)
+            self.rest = (
                 torch.full((*rows, slots), -1, dtype=torch.int32, device=device),
                 torch.zeros((*rows, slots), dtype=torch.int32, device=device),
                 torch.zeros(rows, dtype=torch.int32, device=device),
@@ -120,8 +123,22 @@ class PagePool:
                 torch.zeros((*held, layout.value_dim), dtype=layout.dtype, device=device),
             )
 
+    def table(self, pages: int) -> Tensor:
+        """The slot of each page or -1, ``[B, Hkv, pages]`` int32; grows where there are fewer."""
+        batch, heads, have = self._table.shape
+        if have < pages:
+            room = max(pages, have + have // 2) if self.page_major else pages
+            with torch.inference_mode(False):
+                shape = (room, batch, heads) if self.page_major else (batch, heads, room)
+                table = self._table.new_full(shape, -1)
+            if self.page_major:
+                table = table.permute(1, 2, 0)
+            table[:, :, :have] = self._table
+            self._table = table
+        return self._table[:, :, :pages]
+
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in (self._table, *self.rest))
 
 
 def version_of(tensor: Tensor) -> int | None:

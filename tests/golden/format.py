@@ -53,7 +53,7 @@ class Printer:
         self.symbols: dict[str, str] = {}
         self.lines: list[str] = []
         sites = [site.plan.site for site in result.rewritten.sites]
-        grown = [view for view, _ in result.rewritten.growing]
+        grown = [held.view for held in result.rewritten.growing]
         for i, site in enumerate(sites):
             for what, cache in (("keys", site.keys), ("values", site.values)):
                 node = cache.base if cache.kind != "dynamic" else grown[2 * i + (what == "values")]

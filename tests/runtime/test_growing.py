@@ -26,15 +26,18 @@ class Growing(Decoder):
         return out, keys, values
 
 
-@pytest.fixture
-def model() -> Growing:
+@pytest.fixture(params=["device", "host"])
+def model(request: pytest.FixtureRequest) -> Growing:
     torch._dynamo.reset()
-    return Growing()
+    model = Growing()
+    model.placement = request.param
+    return model
 
 
 def compiled(model: Growing) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    policy = {**POLICY, "placement": model.placement, "pool": 1.0}
     return torch.compile(
-        model, backend="hsa", options={"run": "eager", "policy": POLICY, "strict": True}
+        model, backend="hsa", options={"run": "eager", "policy": policy, "strict": True}
     )
 
 
@@ -137,13 +140,28 @@ def test_edit_in_place_between_steps(model: Growing) -> None:
 
 def test_freed_with_the_cache(model: Growing, grad_mode: str) -> None:
     gc.collect()
-    before = hsa_compile.summary_bytes()
+    before = hsa_compile.summary_bytes(), hsa_compile.pool_bytes()
     step = compiled(model)
     cache = run(model, step, prefix(model, 90), 3)
-    assert hsa_compile.summary_bytes() > before
+    assert hsa_compile.summary_bytes() > before[0]
+    assert (hsa_compile.pool_bytes() > before[1]) == (model.placement == "host")
     del cache
     gc.collect()
-    assert hsa_compile.summary_bytes() == before
+    assert (hsa_compile.summary_bytes(), hsa_compile.pool_bytes()) == before
+
+
+def test_pages_stay_in_the_pool_while_it_grows(model: Growing, grad_mode: str) -> None:
+    """Its table grows with the cache; what a step selected is there for the next, in the buffer and past it."""
+    if model.placement == "device":
+        pytest.skip("nothing is loaded")
+    step = compiled(model)
+    cache = run(model, step, prefix(model, 60), 2)
+    (before,) = hsa_compile.stats(step).layers
+    cache = run(model, step, cache, 240)  # the buffer had room for 256 more
+    (after,) = hsa_compile.stats(step).layers
+    loaded, hit = (getattr(after, n) - getattr(before, n) for n in ("pages_loaded", "pages_hit"))
+    assert hit > loaded > 0
+    run(model, step, cache, 40)
 
 
 def test_only_the_newest_view_grows_in_place() -> None:
