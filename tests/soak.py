@@ -69,7 +69,10 @@ def draw(seed: int) -> Life:
         sink=pick.choice((0, 1, 4, 20)),
         recent=pick.choice((0, 1, 8, 40)),
         group_reduce=pick.choice(("softmax_mean", "max")),
-        placement="device" if growing else pick.choice(("device", "host")),
+        # A share of a length that no graph knows is not for the host.
+        placement="device"
+        if growing and isinstance(budget, float)
+        else pick.choice(("device", "host")),
         pool=pool,
         prefetch=prefetch,
     )

@@ -104,6 +104,37 @@ def test_prefetch_changes_nothing(
         assert all((layer.prefetched_used > 0) == bool(policy) for layer in layers)
 
 
+def test_a_cache_that_grows() -> None:
+    """Bit for bit, past the room of the first buffer and after a crop; the cache is in host memory from the first step."""
+    model = tiny_llama(torch.bfloat16)
+    both = []
+    for placement in ("device", "host"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        with torch.no_grad():
+            step = compiled(model, placement, None)
+            decode = Decode(model, "dynamic", 2, 400, 1100)
+            size = sum(part.nbytes for part in parts(decode))
+            before = torch.cuda.memory_allocated()
+            logits = []
+            for number in range(320):
+                if number == 300:
+                    decode.cache.crop(500)
+                    decode.at = 500
+                logits.append(decode.step(step).clone())
+                if number == 0 and placement == "host":
+                    extra = hsa_compile.pool_bytes() + hsa_compile.summary_bytes()
+                    assert before - torch.cuda.memory_allocated() >= size - extra - (1 << 20)
+                    assert host_bytes().in_use >= size
+            both.append(torch.stack(logits))
+            if placement == "host":
+                for layer in hsa_compile.stats(step).layers:
+                    assert layer.pages_loaded and layer.pages_hit > layer.pages_loaded
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+            del decode
+    assert torch.equal(both[0], both[1])
+
+
 def test_the_cache_is_moved() -> None:
     """Its memory on the device is freed; the tensors are the same objects, and eager code reads what was written."""
     torch._dynamo.reset()
