@@ -280,6 +280,7 @@ def sparse_attention(
         "HAS_SLOTS": pool,
         "FETCHES": fetches,
         "SLOTS_AT_ONCE": 16,
+        "PARTS_AHEAD": 4,
         "MISSING": MISSING,
         "HAS_BIAS": bias is not None,
         "HEAD_BIAS": bias is not None and bias.heads,

@@ -105,7 +105,7 @@ def test_prefetch_changes_nothing(
 
 
 def test_a_cache_that_grows() -> None:
-    """Bit for bit, past the room of the first buffer and after a crop; the cache is in host memory from the first step."""
+    """Bit for bit, past the room of the first buffer and after a crop; in host memory from the first step."""
     model = tiny_llama(torch.bfloat16)
     both = []
     for placement in ("device", "host"):

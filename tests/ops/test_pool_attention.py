@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -201,6 +202,14 @@ def interpreted() -> Iterator[Check]:
 )
 def test_kernels(interpreted: Check, case: Decoding) -> None:
     interpreted(check_decoding, KERNELS, replace(case, batch=min(case.batch, 2)), steps=15)
+
+
+def test_a_program_of_many_pages(interpreted: Check) -> None:
+    """More slots than a program looks at together, padding behind those that are missing."""
+    attend = (standalone.fetch_attention, standalone.sparse_attention)
+    kernels = Ops(standalone.diff, *(partial(f, splits=1) for f in attend))
+    case = Decoding(selected=36, slots=40, tokens=16 * 50, batch=1, kv_heads=1)
+    interpreted(check_decoding, kernels, case, steps=6)
 
 
 def test_compiled() -> None:
