@@ -126,9 +126,9 @@ class Lookahead:
     """How the query of a layer can be guessed one layer early.
 
     ``steps`` make it of ``stream``, the residual stream that enters the layer; the guess is made of ``earlier``, the
-    one that enters the layer before, right before ``anchor``, that layer's attention. ``views`` lead from the caches
-    to what attention reads of them, keys and values. ``behind`` are the modules that run between that and the
-    layer's own attention.
+    stream after the attention of the layer before, or the one that enters that layer, right before ``anchor``.
+    ``views`` lead from the caches to what attention reads of them, keys and values. ``behind`` are the modules that
+    run between that and the layer's own attention.
     """
 
     stream: fx.Node

@@ -122,7 +122,9 @@ class _Rewriter:
         output = next(iter(reversed(self.graph.nodes)))
         self.result.outputs = len(output.args[0])  # type: ignore[arg-type]
         for at, plan in enumerate(self.plans):
-            if at + 1 < len(self.plans):
+            ahead = self.plans[at + 1].lookahead if at + 1 < len(self.plans) else None
+            is_first = ahead is not None and ahead.anchor is plan.site.attention.out
+            if is_first:
                 self._look_ahead(at, at + 1)
             grown = plan.site.keys.kind == "dynamic"
             for cache in (plan.site.keys, plan.site.values):
@@ -131,6 +133,8 @@ class _Rewriter:
             keys = self._grow(plan.site.keys) if grown else plan.site.attention.k
             values = self._grow(plan.site.values) if grown else plan.site.attention.v
             self._attention(at, keys, values, write)
+            if ahead is not None and not is_first:
+                self._look_ahead(at, at + 1)
         self._drop_outputs(output)
         self._count()
         self.result.overlaps = bool(self.ahead or self.early)
@@ -307,7 +311,7 @@ class _Rewriter:
         return State(summary, pool)
 
     def _look_ahead(self, at: int, later: int) -> None:
-        """Before the attention of one layer, guess the query of a later one and fetch what it would select."""
+        """Around the attention of one layer, guess the query of a later one and fetch what it would select."""
         plan, now = self.plans[later], self.plans[at]
         ahead = plan.lookahead
         if ahead is None or not self.moves:

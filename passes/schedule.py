@@ -3,20 +3,21 @@
 before: plans whose policy says prefetch="cross_layer"
 after:  the same with a ``Lookahead``, or with the reason why nothing is fetched ahead
 
-        h0 ──norm──q_proj──rotary──> q0 ──attention──o_proj──(+)──mlp──(+)── h1 ──norm'──q_proj'──rotary'──> q1
-        └────norm'──q_proj'──rotary'──> guess at q1, made before the attention of q0
+        h0 ──norm──q_proj──rotary──> q0 ──attention──o_proj──(+)── m ──norm──mlp──(+)── h1 ──norm'──q_proj'──> q1
+                                                              └──norm'──q_proj'──rotary'──> guess at q1
 
 A residual stream changes little from layer to layer, so what the next layer would ask of this one's stream is much of
 what it will ask of its own (InfiniGen, Lee et al. 2024, with the weights and the cache of the model itself). The guess
-is made where all that it reads is there, right before the attention of the layer before; what is selected by it is
-fetched behind everything from there to the layer's own attention.
+is made of the stream m to which the attention before was added: only what follows it is missing there, and what is
+selected is fetched behind that, when the attention before no longer waits for pages of its own. Where nothing follows,
+as in layers that compute both at once, it is made of h0, and fetched behind the attention before as well.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _MOST_NODES = 200
 """Between a residual stream and a query; more is something else."""
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 _RANDOM = frozenset({"dropout1d", "dropout2d", "dropout3d", "gumbel_softmax"})
 """Functions that are random and have no op of their name."""
 
@@ -76,12 +78,20 @@ def schedule(graph: fx.Graph, plans: Sequence[LayerPlan | Reject]) -> list[Layer
     return scheduled
 
 
+@dataclass(frozen=True)
+class _Streams:
+    """The residual stream before an attention, and after."""
+
+    before: fx.Node
+    after: fx.Node
+
+
 class _Flow:
     """Who reads whom, and where every node stands; made when a query is to be guessed."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.streams: dict[fx.Node, fx.Node | None] = {}
+        self.streams: dict[fx.Node, _Streams | None] = {}
 
     @cached_property
     def place(self) -> dict[fx.Node, int]:
@@ -98,14 +108,14 @@ class _Flow:
         )
         return edges
 
-    def residual(self, plan: LayerPlan) -> fx.Node | None:
-        """The stream that the layer's query is made of, and to which the result of its attention is added."""
+    def residual(self, plan: LayerPlan) -> _Streams | None:
+        """The stream that the layer's query is made of, and its sum with the result of its attention."""
         out = plan.site.attention.out
         if out not in self.streams:
             self.streams[out] = self._residual(plan)
         return self.streams[out]
 
-    def _residual(self, plan: LayerPlan) -> fx.Node | None:
+    def _residual(self, plan: LayerPlan) -> _Streams | None:
         import networkx
 
         attention = plan.site.attention
@@ -117,8 +127,13 @@ class _Flow:
             for stream, added in (node.all_input_nodes, node.all_input_nodes[::-1]):
                 stream = _uncast(stream)
                 if stream in before and stream not in after and added in after | {attention.out}:
-                    return stream if tensor(stream) is not None else None
+                    known = tensor(stream) is not None and tensor(node) is not None
+                    return _Streams(stream, node) if known else None
         return None
+
+    def is_product_between(self, begin: int, end: int) -> bool:
+        """Whether anything is multiplied by a matrix there."""
+        return any(begin <= at < end and op(node) in _PRODUCTS for node, at in self.place.items())
 
 
 def _look_ahead(
@@ -137,9 +152,23 @@ def _look_ahead(
         return "the attention before it reads no pool"
     if readers[earlier.site.attention.k] > 1:
         return "another attention reads the cache of the attention before it"
-    mine, its, place = flow.residual(plan), flow.residual(earlier), flow.place
-    if mine is None or its is None:
+    streams, its, place = flow.residual(plan), flow.residual(earlier), flow.place
+    if streams is None or its is None:
         return "no residual stream was found around the attention"
+    mine, out = streams.before, earlier.site.attention.out
+    behind_attention = place[its.after] + 1
+    if flow.is_product_between(behind_attention, place[mine]):
+        found = _guess(plan, mine, its.after, behind_attention, its.after.next, flow)
+        if isinstance(found, Lookahead):
+            return found
+    return _guess(plan, mine, its.before, place[out], out, flow)
+
+
+def _guess(
+    plan: LayerPlan, mine: fx.Node, its: fx.Node, begin: int, anchor: fx.Node, flow: _Flow
+) -> Lookahead | str:
+    """A guess made of ``its`` in the place of ``mine``, at ``begin``, right before ``anchor``."""
+    place = flow.place
     now, then = tensor(mine), tensor(its)
     assert now is not None and then is not None
     alike = now.dtype == then.dtype and now.device == then.device and now.ndim == then.ndim
@@ -147,7 +176,6 @@ def _look_ahead(
         map(same, (*now.shape, *_strides(now)), (*then.shape, *_strides(then)))
     ):
         return "the residual stream changes its shape between the layers"
-    begin = place[earlier.site.attention.out]
     steps = _steps(plan, mine, begin, place)
     if isinstance(steps, str):
         return steps
@@ -163,7 +191,7 @@ def _look_ahead(
     views = (_views(keys, attention.k), _views(values, attention.v))
     if any(place[node] >= begin for view in sum(views, ()) for node in view.all_input_nodes[1:]):
         return "what it reads of its cache is chosen after the attention before it"
-    return Lookahead(mine, its, steps, views, earlier.site.attention.out, behind)
+    return Lookahead(mine, its, steps, views, anchor, behind)
 
 
 def _strides(stream: torch.Tensor) -> list[object]:

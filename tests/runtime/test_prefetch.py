@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import hsa_compile
 from hsa_compile.ops import prefetch_select
 from hsa_compile.stats import LayerStats
-from tests.models.helpers import decode, request, tiny
+from tests.models.helpers import compile_hsa, decode, request, tiny
 
 from .helpers import HEADS, KV_HEADS, PAGE, SIZE, new_cache
 from .test_host_tier import POLICY, Attend, Caches, Twins, compiled
@@ -96,6 +96,17 @@ def stack(later: type[Layer]) -> type[Stack]:
     return type(later.__name__, (Stack,), {"later": later, "layers": 2})
 
 
+class AtOnce(Layer):
+    """Attention and the feed-forward part are added in one go: nothing follows the attention's sum."""
+
+    def forward(self, x: Tensor, *cache: Tensor) -> Tensor:
+        return x + (self.feed(x) + self.attend(x, *cache))
+
+
+class AllAtOnce(Stack):
+    layers, first, later = 2, AtOnce, AtOnce
+
+
 class ReadsAPart(Layer):
     """Attention reads the first tokens of a larger cache; a position behind them counts as the last of them."""
 
@@ -133,6 +144,7 @@ def explained(step: nn.Module) -> list[str]:
         (Stack, 1.0, 2, 3, CROSS),
         (Stack, 2.0, 3, 4, CROSS),
         (PartsRead, 1.0, 2, 5, CROSS),
+        (AllAtOnce, 1.0, 2, 7, CROSS),
         (PartsRead, 1.5, 2, 6, NEXT),
     ],
 )
@@ -196,7 +208,10 @@ def test_requests_whose_caches_stand_elsewhere_in_their_tensors(policy: dict[str
 def test_the_guess_is_the_later_layers_query_of_the_earlier_stream(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its norm, projection, norm of heads and rotary embedding; the stream that enters the layer before."""
+    """Its norm, projection, norm of heads and rotary embedding; the stream after the attention before.
+
+    All that can be attended is selected, so that the stream is that of the model.
+    """
     model, asked = tiny(kind, "sdpa"), request(3, length=60, steps=1, capacity=128)
     guesses: list[Tensor] = []
     select = prefetch_select.aten.select
@@ -206,8 +221,15 @@ def test_the_guess_is_the_later_layers_query_of_the_earlier_stream(
         return select(q, *rest)
 
     monkeypatch.setattr(prefetch_select.aten, "select", watched)
-    token = decode(model, compiled(model, "host", **CROSS), "static", asked).tokens
-    stream, layer = model.model.embed_tokens(token), model.model.layers[1]
+    policy = {"budget": 96, "page_size": PAGE, "placement": "host", **CROSS}
+    decode(model, compile_hsa(model, policy), "static", asked)
+    streams: list[Tensor] = []
+    layer = model.model.layers[1]
+    norm = model.model.layers[0].post_attention_layernorm
+    hook = norm.register_forward_pre_hook(lambda module, given: streams.append(given[0]))
+    decode(model, model, "static", asked)
+    hook.remove()
+    stream = streams[-1]
     q = layer.self_attn.q_proj(layer.input_layernorm(stream)).unflatten(-1, (4, -1))
     if kind == "qwen3":
         q = layer.self_attn.q_norm(q)
@@ -297,7 +319,7 @@ class AttendsTwice(Layer):
         return x + self.out(again.transpose(1, 2).flatten(2))
 
 
-class Flat(Layer):
+class Flat(AtOnce):
     """Takes the stream for contiguous, which it is from the second layer on."""
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -305,7 +327,7 @@ class Flat(Layer):
 
 
 class BeginsWithAPart(Stack):
-    layers, later = 2, Flat
+    layers, first, later = 2, AtOnce, Flat
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return super().forward(x.repeat(1, 1, 2)[..., :WIDTH], *rest)
