@@ -6,8 +6,9 @@ A pool on the device holds a multiple of the pages that a step selects; a select
 - Between two steps of a layer. ``next_rank`` takes those that ranked next in this step: ranks K + 1 to ``reach`` x K
   of a selection of K.
 - While the layer before is at work. ``cross_layer`` *guesses* this layer's query: its norm, query projection and
-  rotary embedding are applied to what enters the layer before. It takes the first ``ahead`` x K pages as they rank
-  for this query, with the summaries as the step before left them. The page of the position is not among them.
+  rotary embedding are applied to the residual ``stream`` of the layer before, as it enters that layer or ``after`` its
+  attention. It takes the first ``ahead`` x K pages as they rank for this query, with the summaries as the step before
+  left them. The page of the position is not among them.
 
     python -m benchmarks.prefetch_study MODEL TEXT [TEXT ...] [--tokens 16384] [--steps 256] [--budget 2048]
 
@@ -57,6 +58,7 @@ POOLS = (1.5, 2.0, 3.0)
 REACHES = (1.125, 1.25, 1.5, 2.0)
 LOADS = (2, 4, 8)
 AHEADS = (0.5, 0.75, 1.0, 1.25)
+STREAMS = ("before", "after")
 # Further ranks are kept with the recorded rankings than any variant asks for.
 DEPTH = 3.0
 CHUNK = 2048
@@ -67,11 +69,11 @@ RECORDING = "sdpa_recorded"
 class Record:
     """What selection needs of a pass: queries ``[L, Hq, steps, D]`` and keys ``[L, Hkv, S, D]``, both rotated.
 
-    ``guesses`` are the queries of each layer as computed from what enters the layer before.
+    ``guesses`` are the queries of each layer as computed from a stream of the layer before, by which.
     """
 
     queries: Tensor
-    guesses: Tensor
+    guesses: dict[str, Tensor]
     keys: Tensor
     scale: float
 
@@ -85,14 +87,15 @@ def record(model: Any, tokens: Tensor, steps: int, skip: int) -> Record:
 
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
     queries: list[Tensor] = []
-    guesses: list[Tensor] = []
+    guesses: dict[str, list[Tensor]] = {stream: [] for stream in STREAMS}
     keys: list[Tensor] = []
     scales: set[float] = set()
-    guessing = False
+    guessing = ""
+    rotary: Any = None
 
     def recorded(module: Any, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
         if guessing:
-            guesses.append(query[0].clone())
+            guesses[guessing].append(query[0].clone())
             return query.transpose(1, 2), None
         if key.shape[2] == tokens.shape[1] and module.layer_idx >= skip:
             queries.append(query[0].clone())
@@ -100,17 +103,23 @@ def record(model: Any, tokens: Tensor, steps: int, skip: int) -> Record:
             scales.add(float(options.get("scaling") or query.shape[-1] ** -0.5))
         return attend(module, query, key, *args, **options)
 
-    def guess(layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Before a layer: the next one's norm and attention, as far as its query, on this one's input."""
+    def guess(stream: str, states: Tensor, following: int) -> None:
+        """The norm and attention of a layer, as far as its query, on a stream of the layer before."""
         nonlocal guessing
-        following = layer.self_attn.layer_idx + 1
-        if not skip <= following < len(model.layers):
-            return
-        layer = model.layers[following]
-        states = layer.input_layernorm(args[0] if args else options["hidden_states"])
-        guessing = True
-        layer.self_attn(states, options["position_embeddings"], attention_mask=None)
-        guessing = False
+        if skip <= following < len(model.layers):
+            layer = model.layers[following]
+            guessing = stream
+            layer.self_attn(layer.input_layernorm(states), rotary, attention_mask=None)
+            guessing = ""
+
+    def enters(layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        nonlocal rotary
+        rotary = options["position_embeddings"]
+        states = args[0] if args else options["hidden_states"]
+        guess("before", states, layer.self_attn.layer_idx + 1)
+
+    def attended(number: int) -> Any:
+        return lambda norm, args: guess("after", args[0], number + 1)
 
     ALL_ATTENTION_FUNCTIONS.register(RECORDING, recorded)
     ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDING, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
@@ -119,12 +128,17 @@ def record(model: Any, tokens: Tensor, steps: int, skip: int) -> Record:
     before = tokens.shape[1] - steps
     for chunk in tokens[:, :before].split(CHUNK, 1):
         model(chunk, past_key_values=cache, use_cache=True)
-    hooks = [layer.register_forward_pre_hook(guess, with_kwargs=True) for layer in model.layers]
+    hooks = [layer.register_forward_pre_hook(enters, with_kwargs=True) for layer in model.layers]
+    hooks += [
+        layer.post_attention_layernorm.register_forward_pre_hook(attended(number))
+        for number, layer in enumerate(model.layers)
+    ]
     model(tokens[:, before:], past_key_values=cache, use_cache=True)
     for hook in hooks:
         hook.remove()
     (scale,) = scales
-    return Record(torch.stack(queries), torch.stack(guesses), torch.stack(keys), scale)
+    made = {stream: torch.stack(listed) for stream, listed in guesses.items()}
+    return Record(torch.stack(queries), made, torch.stack(keys), scale)
 
 
 def ranking(
@@ -167,7 +181,7 @@ def selected_by_op(
 
 def rankings(
     kept: Record, policy: Any, depth: int, every: int = 16
-) -> tuple[Tensor, Tensor, float]:
+) -> tuple[Tensor, dict[str, Tensor], float]:
     """Best ``depth`` pages of every layer, KV head and step, ``[L, Hkv, steps, depth]`` int16: true and guessed ones.
 
     A guess is made with the summaries of the step before; the page of the position, which needs no load, is -1 in it.
@@ -180,7 +194,7 @@ def rankings(
     summary = kept.keys.new_zeros(layers, kv_heads, pages, width)
     covered = torch.full((layers, kv_heads, pages, 2), -1)
     found = torch.empty(layers, kv_heads, steps, depth, dtype=torch.int16)
-    guessed = torch.empty_like(found)
+    guessed = {stream: torch.empty_like(found) for stream in STREAMS}
     alike = compared = 0
 
     def summarize(position: int) -> Tensor:
@@ -194,9 +208,11 @@ def rankings(
     bits = summarize(length - steps - 1)
     for step in range(steps):
         position = length - steps + step
-        q = kept.guesses[:, :, step : step + 1]
-        order = ranking(q, summary, bits, kept.scale, position, policy)[..., :depth]
-        guessed[:, :, step] = order.masked_fill(order == position // policy.page_size, -1)
+        for stream, guesses in kept.guesses.items():
+            q = guesses[:, :, step : step + 1]
+            order = ranking(q, summary, bits, kept.scale, position, policy)[..., :depth]
+            tail = order == position // policy.page_size
+            guessed[stream][:, :, step] = order.masked_fill(tail, -1)
         bits = summarize(position)
         q = kept.queries[:, :, step : step + 1]
         order = ranking(q, summary, bits, kept.scale, position, policy)
@@ -218,17 +234,19 @@ class Variant:
         reach: ranks looked at, as a multiple of the selection.
         loads: pages loaded a step and KV head at most; None is no limit. Guessed ones do not count.
         ahead: guessed pages, as a multiple of the selection.
+        stream: what their query is made of.
     """
 
     name: str
     reach: float = 1.0
     loads: int | None = None
     ahead: float = 0.0
+    stream: str = "after"
 
     def __str__(self) -> str:
         limit = "" if self.loads is None or self.name == "retain" else f", {self.loads} loads"
         parts = [] if self.name == "none" and self.ahead else [self.name + limit]
-        return " + ".join(parts + [f"cross_layer {self.ahead:g}"] * bool(self.ahead))
+        return " + ".join(parts + [f"cross_layer {self.ahead:g} {self.stream}"] * bool(self.ahead))
 
 
 def variants() -> Iterator[Variant]:
@@ -239,7 +257,8 @@ def variants() -> Iterator[Variant]:
             for loads in (None, *LOADS):
                 yield Variant(name, reach, loads)
     for ahead in AHEADS:
-        yield Variant("none", ahead=ahead)
+        for stream in STREAMS:
+            yield Variant("none", ahead=ahead, stream=stream)
         yield Variant("retain", 1.5, 0, ahead)
         yield Variant("recent", 1.25, None, ahead)
 
@@ -397,22 +416,25 @@ def recall(orders: Tensor, guesses: Tensor, count: int, warmup: int) -> dict[str
 
 
 def study(
-    orders: Tensor, guesses: Tensor, count: int, warmup: int
+    orders: Tensor, guesses: dict[str, Tensor], count: int, warmup: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """All variants on all pools, for rankings ``[L, Hkv, steps, depth]``; and what the guesses recall."""
-    flat, flat_guesses = orders.flatten(0, 1).long(), guesses.flatten(0, 1).long()
+    flat = orders.flatten(0, 1).long()
+    flat_guesses = {stream: guess.flatten(0, 1).long() for stream, guess in guesses.items()}
     recalls = []
-    for ahead in AHEADS:
-        shares = recall(flat, flat_guesses[..., : round(ahead * count)], count, warmup)
-        recalls.append({"ahead": ahead} | {k: round(v, 4) for k, v in shares.items()})
+    for stream, guess in flat_guesses.items():
+        for ahead in AHEADS:
+            shares = recall(flat, guess[..., : round(ahead * count)], count, warmup)
+            rounded = {k: round(v, 4) for k, v in shares.items()}
+            recalls.append({"stream": stream, "ahead": ahead} | rounded)
     found = []
     for pool in POOLS:
         size = int(pool * count)
-        base = replay(flat, flat_guesses, size, count, warmup, Variant("none"))
+        base = replay(flat, flat_guesses["after"], size, count, warmup, Variant("none"))
         for variant in variants():
             if round(max(variant.reach, variant.ahead) * count) > size:
                 continue
-            outcome = replay(flat, flat_guesses, size, count, warmup, variant)
+            outcome = replay(flat, flat_guesses[variant.stream], size, count, warmup, variant)
             removed = base.misses - outcome.misses
             figures = {k: v if v is None else round(v, 5) for k, v in asdict(outcome).items()}
             extra = outcome.loaded - base.loaded

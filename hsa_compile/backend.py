@@ -102,7 +102,7 @@ def compile_graph(
     bindings, inputs = bind(gm.graph, lowered.gm.graph, lowered.rewritten, example_inputs)
     inner = _run(lowered.gm, inputs, options, lowered.rewritten.overlaps)
     program = bindings.program(inner) if sites else None
-    registry.add(compat.compiled_root(gm).callable, example_inputs, lowered.explanation, program)
+    registry.add(compat.compiled_root(gm), example_inputs, lowered.explanation, program)
     return inner if program is None else program
 
 

@@ -1,6 +1,7 @@
 """Every use of private torch API, and every difference between torch releases, in one place."""
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -256,6 +257,21 @@ def original_callable(model: Any) -> Callable[..., Any]:
     return getattr(model, "_torchdynamo_orig_callable", model)
 
 
+def compiler_of(compiled: Any) -> Any:
+    """The ``compiler`` (:class:`CompiledRoot`) of a compiled module or function; None of anything else."""
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is None and inspect.isfunction(compiled):
+        context = inspect.getclosurevars(compiled).nonlocals.get("self")
+    return _innermost(getattr(context, "callback", None))
+
+
+def _innermost(callback: Any) -> Any:
+    """The backend behind Dynamo's wrappers."""
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return callback
+
+
 def compile_options(model: Any) -> dict[str, Any]:
     """The options with which ``model`` was compiled for this backend; empty where it was not."""
     wrapped = getattr(model, "dynamo_ctx", None)
@@ -285,6 +301,8 @@ class CompiledRoot:
 
     callable: Any
     part: str = ""
+    compiler: Any = None
+    """What ``torch.compile`` made of backend and options; equal for equal ones. None where that cannot be told."""
 
 
 def compiled_root(gm: torch.fx.GraphModule) -> CompiledRoot:
@@ -299,7 +317,8 @@ def compiled_root(gm: torch.fx.GraphModule) -> CompiledRoot:
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if tracing and name == "compile_wrapper" and file.endswith(_EVAL_FRAME):
-            return CompiledRoot(frame.f_locals.get("fn"), part)
+            compiler = _innermost(frame.f_locals.get("callback"))
+            return CompiledRoot(frame.f_locals.get("fn"), part, compiler)
         if file.endswith(_CONVERT_FRAME):
             tracing = True
         elif tracing and not part and not file.startswith(_TORCH):

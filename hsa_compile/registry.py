@@ -22,6 +22,7 @@ class _Entry:
     tensors: list[weakref.ref[torch.Tensor]]
     explanation: Explanation
     program: weakref.ref[Program] | None = None
+    compiler: Any = None
 
     def lives(self) -> bool:
         return any(
@@ -39,9 +40,12 @@ def _root_of(compiled: Any) -> Any:
 
 
 def add(
-    root: Any, inputs: Sequence[object], explanation: Explanation, program: Program | None = None
+    root: compat.CompiledRoot,
+    inputs: Sequence[object],
+    explanation: Explanation,
+    program: Program | None = None,
 ) -> None:
-    """Remember a compiled graph of ``root`` (a callable, or None); it is forgotten with it and its parameters."""
+    """Remember a compiled graph of ``root``; it is forgotten with its callable and parameters."""
     _ENTRIES[:] = [entry for entry in _ENTRIES if entry.lives()]
     if not explanation.sites:
         return
@@ -51,15 +55,22 @@ def add(
         if isinstance(held, torch.Tensor) and not compat.is_fake(held)
     ]
     try:
-        owner = None if root is None else weakref.ref(_root_of(root))
+        owner = None if root.callable is None else weakref.ref(_root_of(root.callable))
     except TypeError:  # such as a callable of a class with slots
         owner = None
-    _ENTRIES.append(
-        _Entry(owner, tensors, explanation, None if program is None else weakref.ref(program))
-    )
+    held = None if program is None else weakref.ref(program)
+    _ENTRIES.append(_Entry(owner, tensors, explanation, held, root.compiler))
 
 
 def _of(model: Any) -> list[_Entry]:
+    """Entries of a model; of one that was compiled, those of its backend and options."""
+    entries, compiler = _of_all(model), compat.compiler_of(model)
+    if compiler is None:
+        return entries
+    return [entry for entry in entries if entry.compiler in (None, compiler)]
+
+
+def _of_all(model: Any) -> list[_Entry]:
     root = _root_of(model)
     if not isinstance(root, torch.nn.Module):
         if not callable(root):

@@ -130,6 +130,29 @@ def test_stats_counts_tokens_by_hand() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("whole", [True, False], ids=["module", "function"])
+def test_a_model_compiled_twice_is_counted_apart(whole: bool) -> None:
+    model, (x, caches, at) = setup()
+    steps = [
+        torch.compile(
+            model if whole else model.forward,
+            backend="hsa",
+            options={"policy": {**POLICY, "budget": budget}, "run": "eager"},
+        )
+        for budget in (48, 80, 80)
+    ]
+    for step, times in zip(steps[:2], (1, 3)):
+        for _ in range(times):
+            step(x, caches, at)
+    # Dynamo takes equal backends and options for one, and so does this.
+    for step, steps_done, budget in zip(steps, (1, 3, 3), (48, 80, 80)):
+        assert [layer.steps for layer in hsa_compile.stats(step).layers] == [steps_done] * 2
+        sites = hsa_compile.explain(step).sites
+        assert all(f"budget={budget}" in site.policy for site in sites[:2])
+    assert hsa_compile.stats(model).steps == 4
+
+
+@torch.no_grad()
 def test_strict_names_every_site_left() -> None:
     model, inputs = setup()
     compiled = torch.compile(

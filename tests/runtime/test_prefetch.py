@@ -16,7 +16,7 @@ from hsa_compile.stats import LayerStats
 from tests.models.helpers import compile_hsa, decode, request, tiny
 
 from .helpers import HEADS, KV_HEADS, PAGE, SIZE, new_cache
-from .test_host_tier import POLICY, Attend, Caches, Twins, compiled
+from .test_host_tier import POLICY, Attend, Caches, Twins
 
 WIDTH = 32
 NEXT: dict[str, Any] = {"prefetch": "next_rank", "ahead": 0.5}
