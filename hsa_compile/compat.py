@@ -440,6 +440,14 @@ def realize_in_place(node: Any) -> Any | None:
     return realized if realized.get_name() == node.get_name() else None
 
 
+def scaled_sum(node: Any, factor: float, added: Any) -> Any:
+    """``node * factor + added``, broadcast."""
+    from torch._inductor.lowering import lowerings
+
+    aten = torch.ops.aten
+    return lowerings[aten.add.Tensor](lowerings[aten.mul.Tensor](node, factor), added)
+
+
 def scratch(device: torch.device, dtype: torch.dtype, size: Sequence[Any]) -> Any:
     """An uninitialised contiguous buffer, for a kernel to write into beside its output."""
     from torch._inductor.lowering import empty_strided

@@ -24,6 +24,7 @@ def lower(
     recent: int,
     group_reduce: str,
     more: int = 0,
+    bias: Any = None,
 ) -> tuple[Any, Any]:
     op = torch.ops.hsa.select.default
     args = (
@@ -40,6 +41,7 @@ def lower(
         recent,
         group_reduce,
         more,
+        bias,
     )
     device = q.get_device()
     if not kernels.run_on(device):
@@ -72,6 +74,8 @@ def lower(
         (batch, kv_heads, pages),
         examples={"bits": full_words},
     )
+    if bias is not None:
+        scores, scale = compat.scaled_sum(scores, float(scale), bias), 1.0
     budget = 0 if fraction else compat.static_int(budget_pages)
     constants = options.top_pages(
         float(scale), group_reduce, kv_heads, group, page_size, rows, budget, fraction, sink, recent,

@@ -266,6 +266,7 @@ def select(
     recent: int,
     group_reduce: str,
     more: int = 0,
+    bias: Tensor | None = None,
     known_pages: bool = True,
     config: Config | None = None,
     scores: Tensor | None = None,
@@ -276,6 +277,8 @@ def select(
     kv_heads, pages = summary.shape[1:3]
     if scores is None:
         scores = page_scores(q, summary, bits, algorithm, make=make)
+    if bias is not None:
+        scores, scale = scores * scale + bias, 1.0
     constants = options.top_pages(
         scale, group_reduce, kv_heads, query_heads // kv_heads, page_size, rows_of(bits),
         budget_pages, fraction, sink, recent, pages if known_pages else None, more,

@@ -19,6 +19,7 @@ from . import (
     fetch,
     fetch_attention,
     join_prefetch,
+    page_bias,
     page_mask,
     prefetch,
     prefetch_select,
@@ -30,6 +31,7 @@ from ._library import implement
 
 implement("checked_position", checked_position.checked_position, checked_position.fake)
 implement("page_mask", page_mask.page_mask, page_mask.fake)
+implement("page_bias", page_bias.page_bias, page_bias.fake)
 implement("summarize", summarize.summarize, summarize.fake)
 implement("select", aten.select, select.fake)
 implement("append", append.append, append.fake)
@@ -54,6 +56,7 @@ def _on_cpu(function: Callable[..., object]) -> Callable[..., object]:
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {
     torch.ops.hsa.page_mask.default: page_mask.page_mask,
+    torch.ops.hsa.page_bias.default: page_bias.page_bias,
     torch.ops.hsa.select.default: _on_cpu(aten.select),
     torch.ops.hsa.sparse_attention.default: _on_cpu(aten.sparse_attention),
 }

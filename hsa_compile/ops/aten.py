@@ -117,15 +117,23 @@ def _ascending(order: Tensor, kept: Tensor, slots: IntLikeType, pages: IntLikeTy
 
 
 def _rank(
-    q: Tensor, summary: Tensor, bits: Tensor, scale: float, algorithm: str, group_reduce: str
+    q: Tensor,
+    summary: Tensor,
+    bits: Tensor,
+    scale: float,
+    algorithm: str,
+    group_reduce: str,
+    bias: Tensor | None,
 ) -> Tensor:
     """Each KV head's score of each page (see ``hsa_compile.ops.select``): ``[B, Hkv, P]``, fp32 or fp64."""
     kv_heads = summary.shape[1]
     work = _work_dtype(q)
     query = algorithms.get(algorithm).expand_query(q[:, :, 0].to(work)).unflatten(1, (kv_heads, -1))
-    if group_reduce == "softmax_mean":
+    if group_reduce == "softmax_mean" or bias is not None:
         query = query * scale
     scores = _dot(_materialise(query), summary)
+    if bias is not None:
+        scores = scores + _by_group(bias, kv_heads).to(work)
     scores = _materialise(
         torch.where(_by_group(bits, kv_heads) != 0, scores, -math.inf).contiguous()
     )
@@ -195,6 +203,7 @@ def select(
     recent: int,
     group_reduce: str,
     more: int = 0,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``hsa_compile.ops.select``."""
     batch, kv_heads, pages = summary.shape[:3]
@@ -217,7 +226,7 @@ def select(
     within = length.unsqueeze(-1) <= bought * page_size
     wanted = torch.maximum(always_count, within + bought)
 
-    rank = _rank(q, summary, bits, scale, algorithm, group_reduce)
+    rank = _rank(q, summary, bits, scale, algorithm, group_reduce, bias)
     # Where the cache is shorter than the budget, its length bounds the work, and padding makes up the shape.
     count = torch.sym_min(slots + more, pages)
     order, valid = _largest(torch.where(always, math.inf, rank), present, count)

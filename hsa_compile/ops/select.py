@@ -3,6 +3,7 @@
     q       [B, Hq, 1, D]
     summary [B, Hkv, P, R]         from ``hsa::summarize``
     bits    [Bm, Hm, P] int64      packed mask (``hsa::page_mask``), Bm in {1, B}, Hm in {1, Hq}
+    bias    [Bm, Hm, P]            what an additive mask adds (``hsa::page_bias``), or None; fp32, fp64 for a double q
     ->
     ids     [B, Hkv, K + M] int32  selected pages, ascending, padded with -1; K = slots, M = more
     counts  [B, Hkv, 2] int64      tokens selected, tokens attendable (over all query heads of the KV head)
@@ -14,6 +15,8 @@ head the group is reduced to one number a page:
   ``logsumexp_h(scale * s_h(p) - logsumexp_p(scale * s_h))``: an fp32 softmax underflows where one page dominates and
   would leave the others tied;
 - ``max``: the largest raw score in the group.
+
+With a bias, ``scale * s_h(p) + bias_h(p)`` takes the place of ``scale * s_h``, and for ``max`` that of the raw score.
 
 Pages that hold one of the first ``sink`` attendable tokens, one of the last ``recent``, or the newest one are always
 in. They count towards the number of pages, ``ceil(budget / page_size)``, and are all of them where they are more. The
@@ -42,7 +45,7 @@ FRACTION_UNIT = 65536
 
 define(
     "select(Tensor q, Tensor summary, Tensor bits, float scale, str algorithm, int page_size, SymInt slots, "
-    "SymInt budget_pages, int fraction, int sink, int recent, str group_reduce, int more=0) "
+    "SymInt budget_pages, int fraction, int sink, int recent, str group_reduce, int more=0, Tensor? bias=None) "
     "-> (Tensor ids, Tensor counts)"
 )
 
@@ -68,6 +71,7 @@ def select_reference(
     recent: int,
     group_reduce: str,
     more: int = 0,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The specification, row by row; in float64 where ``q`` is, else in float32."""
     batch, query_heads = q.shape[:2]
@@ -78,6 +82,9 @@ def select_reference(
         algorithms.get(algorithm).expand_query(q[:, :, 0].to(work)).unflatten(1, (kv_heads, group))
     )
     scores = torch.einsum("bhgr,bhpr->bhgp", query, summary.to(work))
+    if bias is not None:
+        added = bias.to(work).expand(batch, query_heads, pages).unflatten(1, (kv_heads, group))
+        scores, scale = scale * scores + added, 1.0
     seen = (bits.expand(batch, query_heads, pages) != 0).unflatten(1, (kv_heads, group))
     if group_reduce == "softmax_mean":
         logits = (scale * scores).masked_fill(~seen, -math.inf)
@@ -127,6 +134,7 @@ def fake(
     recent: int,
     group_reduce: str,
     more: int = 0,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, kv_heads = summary.shape[:2]
     ids = q.new_empty((batch, kv_heads, slots + more), dtype=torch.int32)

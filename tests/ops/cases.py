@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -119,6 +120,25 @@ class State:
         bits = self.bits.expand(case.batch, case.kv_heads * case.group, case.pages)
         return unpack(bits, case.page_size).flatten(-2)[..., : case.length]
 
+    @property
+    def page_bias(self) -> Tensor | None:
+        """What the bias adds to each page, in the precision of the query: page by page, in fp64."""
+        if self.bias is None:
+            return None
+        size, added = self.case.page_size, torch.zeros(self.bits.shape, dtype=torch.float64)
+        seen = unpack(self.bits, size).flatten(-2)[..., : self.case.length]
+        for b, h, p in itertools.product(*map(range, added.shape)):
+            span = slice(p * size, (p + 1) * size)
+            terms = self.bias[b, h, 0, span][seen[b, h, span]].double()
+            if len(terms):
+                added[b, h, p] = torch.logsumexp(terms, 0) - math.log(len(terms))
+        return added.to(torch.promote_types(self.q.dtype, torch.float32))
+
+    def selection(self, more: int = 0) -> tuple[object, ...]:
+        """Arguments of ``select``."""
+        rule = self.case.selection()
+        return (self.q, self.summary, self.bits, *rule, more, self.page_bias)
+
     def fresh(self) -> tuple[Tensor, Tensor]:
         """Summaries built from scratch by the op."""
         summary = torch.zeros_like(self.summary)
@@ -211,10 +231,13 @@ def page_ranks(state: State) -> Tensor:
     summary = state.summary.double().repeat_interleave(case.group, 1)
     scores = (summary @ query.unsqueeze(-1)).squeeze(-1)
     sees = (state.bits != 0).expand_as(scores)
+    if state.bias is not None:
+        scores = case.scale * scores + state.page_bias.double()  # type: ignore[union-attr]
     if case.group_reduce == "max":
         ranks = scores.masked_fill(~sees, -math.inf)
         return ranks.unflatten(1, (case.kv_heads, case.group)).amax(2)
-    logits = (case.scale * scores).masked_fill(~sees, -math.inf)
+    scale = 1.0 if state.bias is not None else case.scale
+    logits = (scale * scores).masked_fill(~sees, -math.inf)
     shares = torch.softmax(logits, -1).nan_to_num(0.0)
     return shares.unflatten(1, (case.kv_heads, case.group)).sum(2).log()
 

@@ -51,7 +51,8 @@ def step(
     """One layer's step in ops."""
     bits = HSA.page_mask(mask, case.page_size)
     HSA.summarize(keys, bits, position, summary, covered, case.algorithm, case.page_size)
-    ids, counts = HSA.select(q, summary, bits, *case.selection(keys.shape[2]))
+    added = None if bias is None else HSA.page_bias(bias, case.page_size)
+    ids, counts = HSA.select(q, summary, bits, *case.selection(keys.shape[2]), 0, added)
     out, lse = HSA.sparse_attention(
         q, keys, values, ids, None, bits, bias, case.scale, case.page_size, case.softcap
     )

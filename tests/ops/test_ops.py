@@ -178,27 +178,40 @@ def spelling(request: pytest.FixtureRequest) -> object:
 def test_pages_that_just_missed(spelling: object, case: Case, more: int) -> None:
     """They do not change the selection, and are those of the specification."""
     state = build(case)
-    given_ = (state.q, state.summary, state.bits, *case.selection())
-    (alone, counted), (ids, counts) = HSA.select(*given_), HSA.select(*given_, more)
+    (alone, counted), (ids, counts) = (HSA.select(*state.selection(m)) for m in (0, more))
     slots = alone.shape[-1]
     assert torch.equal(ids[..., :slots], alone) and torch.equal(counts, counted)
-    expected, _ = select_reference(*given_, more)
+    expected, _ = select_reference(*state.selection(more))
     if torch.equal(alone, expected[..., :slots]):
         assert_same_pages(ids[..., slots:], expected[..., slots:], page_ranks(state))
+
+
+def test_the_bias_of_a_page_by_hand() -> None:
+    """The mean of e^mask over what can be attended; 0 exactly where the mask only hides."""
+    low = torch.finfo(torch.float32).min
+    hides = torch.tensor([low, 0, 0, 0, 0, -math.inf, low, low]).view(1, 1, 1, 8)
+    assert torch.equal(HSA.page_bias(hides, 3), torch.zeros(1, 1, 3))
+    line = torch.tensor([-3.0, -2, -1, 0]).view(1, 1, 1, 4)
+    want = [math.log((math.exp(-3) + math.exp(-2)) / 2), math.log((math.exp(-1) + 1) / 2)]
+    torch.testing.assert_close(HSA.page_bias(line, 2), torch.tensor(want).view(1, 1, 2))
+    # A row that is the same throughout is attended, whatever its value.
+    assert torch.equal(
+        HSA.page_bias(torch.full((1, 1, 1, 5), -1e4), 4)[0, 0], torch.full((2,), -1e4)
+    )
 
 
 @RANDOM
 @given(case=cases())
 def test_select(spelling: str, case: Case) -> None:
     state = build(case)
-    check_select(state, HSA.select(state.q, state.summary, state.bits, *case.selection()))
+    check_select(state, HSA.select(*state.selection()))
 
 
 @RANDOM
 @given(case=cases())
 def test_sparse_attention(spelling: str, case: Case) -> None:
     state = build(case)
-    ids, _ = select_reference(state.q, state.summary, state.bits, *case.selection())
+    ids, _ = select_reference(*state.selection())
     check_attention(state, ids, HSA.sparse_attention(*attend(state, ids)))
 
 
@@ -207,7 +220,7 @@ def test_sparse_attention(spelling: str, case: Case) -> None:
 def test_lossless_within_the_budget(case: Case) -> None:
     case = replace(case, slots=case.pages, fraction=0.0, softcap=0.0)
     state = build(case)
-    ids, counts = HSA.select(state.q, state.summary, state.bits, *case.selection())
+    ids, counts = HSA.select(*state.selection())
     assert torch.equal(counts[..., 0], counts[..., 1])
     out, _ = HSA.sparse_attention(*attend(state, ids))
     clean = [x.nan_to_num().repeat_interleave(case.group, 1) for x in (state.keys, state.values)]
@@ -225,7 +238,7 @@ def test_other_precisions(dtype: torch.dtype, spelling: str) -> None:
         Case(length=301, additive="bias", mask="per-head", softcap=2.0),
     ):
         state = build(case, dtype)
-        ids, counts = HSA.select(state.q, state.summary, state.bits, *case.selection())
+        ids, counts = HSA.select(*state.selection())
         check_select(state, (ids, counts))
         out, lse = HSA.sparse_attention(*attend(state, ids))
         fine = [
@@ -263,19 +276,22 @@ def test_summaries_cover_what_can_be_attended(case: Case) -> None:
 # --------------------------------------------------------------------------------- opcheck
 
 
-@pytest.mark.parametrize("name", ["page_mask", "summarize", "select", "sparse_attention"])
+@pytest.mark.parametrize(
+    "name", ["page_mask", "page_bias", "summarize", "select", "sparse_attention"]
+)
 def test_opcheck(name: str) -> None:
     case = Case(length=70, slots=3)
     state = build(case)
     state = replace(state, keys=state.keys.nan_to_num(), values=state.values.nan_to_num())
-    ids, _ = HSA.select(state.q, state.summary, state.bits, *case.selection())
+    ids, _ = HSA.select(*state.selection())
     arguments = {
         "page_mask": (state.mask, case.page_size),
         "summarize": (
             *(state.keys, state.bits, state.position, state.summary, state.covered),
             *(case.algorithm, case.page_size),
         ),
-        "select": (state.q, state.summary, state.bits, *case.selection()),
+        "select": state.selection(),
+        "page_bias": (state.mask.double(), case.page_size),
         "sparse_attention": attend(state, ids),
     }
     torch.library.opcheck(getattr(HSA, name).default, arguments[name])

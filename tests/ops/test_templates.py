@@ -76,6 +76,7 @@ def check_select(
     config: Config | None = None,
     tied: bool = False,
     more: int = 0,
+    biased: bool = False,
 ) -> None:
     bits = page_mask(make_mask(kind, shape), shape.page)
     q = torch.randn(shape.batch, shape.heads, 1, shape.dim).to(dtype)
@@ -84,7 +85,8 @@ def check_select(
     share = round(fraction * FRACTION_UNIT)
     budget = max(slots, forced_pages(sink, recent, shape.page))
     slots = budget + 1 if not fraction else bits.shape[-1]
-    rest = (algorithm, shape.page, slots, budget, share, sink, recent, reduce, more)
+    bias = 3 * torch.randn(1, shape.heads, bits.shape[-1]) if biased else None
+    rest = (algorithm, shape.page, slots, budget, share, sink, recent, reduce, more, bias)
     ids, counts = select_reference(q.double(), summary.double(), bits, shape.scale, *rest)
     # Pages that cannot be attended are not read.
     union = bits.expand(shape.batch, shape.heads, -1).unflatten(1, (shape.kv_heads, shape.group))
@@ -188,6 +190,14 @@ def test_selection_under_masks(interpreted: Check, kind: str) -> None:
 def test_selection_of_shapes(interpreted: Check, shape: Shape) -> None:
     interpreted(check_select, shape, "quest", torch.bfloat16, "batch full", "softmax_mean")
     interpreted(check_select, shape, "cuboid", torch.float16, "heads", "softmax_mean")
+
+
+@pytest.mark.parametrize("reduce", ["softmax_mean", "max"])
+def test_selection_with_a_bias(interpreted: Check, reduce: str) -> None:
+    for kind in ("batch", "heads"):
+        interpreted(
+            check_select, Shape(tokens=250), "mean", torch.float32, kind, reduce, biased=True
+        )
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 1.0])

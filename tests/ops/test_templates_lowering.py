@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 
 SCALE, PAGE, SLOTS = 0.125, 32, 8
 PAGE_MASK = torch.ops.hsa.page_mask.default
+PAGE_BIAS = torch.ops.hsa.page_bias.default
 KERNELS = {"summarize": 1, "select": 2, "sparse_attention": 2}
 Step = Callable[..., object]
 
@@ -49,10 +50,10 @@ def step(
         values.index_copy_(2, position, new)
     bits = torch.ops.hsa.page_mask(mask, PAGE)
     torch.ops.hsa.summarize(keys, bits, position, summary, covered, "cuboid", PAGE)
-    ids, counts = torch.ops.hsa.select(
-        q * 2, summary, bits, SCALE, "cuboid", PAGE, slots, slots, 0, 1, 32, "softmax_mean"
-    )
     bias = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
+    added = torch.ops.hsa.page_bias(bias, PAGE)
+    rule = (SCALE, "cuboid", PAGE, slots, slots, 0, 1, 32, "softmax_mean")
+    ids, counts = torch.ops.hsa.select(q * 2, summary, bits, *rule, 0, added)
     out, lse = torch.ops.hsa.sparse_attention(
         q * 2, keys, values, ids, None, bits, bias, SCALE, PAGE
     )
@@ -99,7 +100,7 @@ def written_code(function: Step, args: list[Tensor]) -> str:
     def backend(gm: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., object]:
         lowering.register()
         patches = {"cpu_backend": "triton", "force_disable_caches": True}
-        whole = {PAGE_MASK: ops.DECOMPOSITIONS[PAGE_MASK]}
+        whole = {op: ops.DECOMPOSITIONS[op] for op in (PAGE_MASK, PAGE_BIAS)}
         return compat.compile_with_inductor(gm, example, patches, whole, "test")
 
     triton.runtime.driver.set_active(
