@@ -83,6 +83,11 @@ class Attention:
     sink: Sink | None = None
     out_dims: tuple[int, ...] = (0, 1, 2, 3)
 
+    @property
+    def queries(self) -> int:
+        """Query tokens, L."""
+        return int(self.q.meta["example_value"].shape[2])
+
 
 @dataclass(frozen=True)
 class CacheUpdate:
@@ -91,7 +96,8 @@ class CacheUpdate:
     kind: ``static`` (a graph input written in place), ``functional`` (a new tensor returned in its place) or
     ``dynamic`` (a graph input to which ``torch.cat`` appends). ``position`` is a node (tensor or SymInt), an int, or
     None for ``dynamic`` (the end). It counts along a dimension of the tensor that is written, ``along``: attention may
-    read a part of that. ``form`` names the calls that write.
+    read a part of that. ``form`` names the calls that write. ``tokens`` are written at once: at as many positions where
+    the position is a tensor, else from it on.
     """
 
     kind: Literal["static", "functional", "dynamic"]
@@ -101,6 +107,7 @@ class CacheUpdate:
     position: fx.Node | int | None
     along: tuple[fx.Node, int]
     form: str
+    tokens: int = 1
 
     @property
     def counts_from_end(self) -> bool:
@@ -159,6 +166,16 @@ class LayerPlan:
     ahead: int = 0
     lookahead: Lookahead | None = None
     no_lookahead: str = ""
+
+    @property
+    def recent(self) -> int:
+        """Last tokens whose pages are always read."""
+        return recent_tokens(self.policy, self.site.attention.queries)
+
+
+def recent_tokens(policy: LayerPolicy, queries: int) -> int:
+    """The policy's; and of several query tokens at least as many, so that each reads the page that it is in itself."""
+    return policy.recent if queries == 1 else max(policy.recent, queries)
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,12 @@ def same(a: object, b: object) -> bool:
     return compat.statically_known_true(a == b)
 
 
+def fixed(size: object) -> int | None:
+    """A size that is the same for every input, or None where it is symbolic."""
+    expression = compat.expression(size)
+    return int(expression) if expression.is_number else None
+
+
 def where(node: fx.Node, index: int) -> Where:
     """Module path, class and source line of a node; ``index`` is used where the path names no layer number."""
     stack = node.meta.get("nn_module_stack") or {}

@@ -62,6 +62,7 @@ def summarize(
     bits: Rows,
     batch_position: bool,
     tail: bool = False,
+    written: int = 1,
 ) -> Constants:
     return {
         "ALGORITHM": repr(algorithm),
@@ -70,6 +71,7 @@ def summarize(
         "DIM": dim,
         "DIM_PAD": dim_pad(dim),
         "PAGE_SIZE": page_size,
+        "WRITTEN": written,
         "HAS_TAIL": tail,
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,

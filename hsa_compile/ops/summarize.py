@@ -1,22 +1,26 @@
 """``hsa::summarize``: keep a cache's page summaries true to its keys.
 
-    keys     [B, Hkv, S, D]        the cache, this step's token already written
+    keys     [B, Hkv, S, D]        the cache, this step's tokens already written
     bits     [Bm, Hm, P]           packed mask of this step (``hsa::page_mask``); Bm in {1, B}, Hm in {1, Hq}
-    position [1] or [B] int64      where this step's token was written
+    position [1] or [B] int64      where the first of this step's tokens was written
     summary  [B, Hkv, P, R]        written; R = algorithm's parts x D, in the dtype of the keys
     covered  [B, Hkv, P, 2] int64  written; which tokens a summary describes, and what the next step should find
     tail     [B, Hkv, T, D]        the slot of the position's page in a pool (``hsa::append``), or None; T = page_size
+    written                        how many tokens this step wrote, one behind the other; one where there is a tail
 
 A page is stale, and is summarised anew over the tokens that any query head of the KV head can attend, when
 
 - the tokens that can be attended are not those it covers (growth, a crop, a window that moved, another padding), or
 - this step wrote into it, or
-- the next step does not find what this one left: a position one further, and before it the key that was written here
-  (the cache was written elsewhere, or this state is new: expected is -1).
+- the next step does not find what this one left: a position one further than the last, and before it the key that was
+  written last (the cache was written elsewhere, or this state is new: expected is -1).
 
 What is expected is one word, ``expected``: the position, and 31 bits of the key before it. That key depends on all
 tokens before it, in every layer but the first, so a request that took the place of another is seen by it where nothing
 else tells: a tensor of ``torch.inference_mode`` has no version counter.
+
+A step whose tokens may lie apart says ``APART`` for their position. No step expects that, nor what such a step leaves:
+then, and in the step after it, all pages are summarised anew.
 
 Where keys are memory of the host, a step should not read them. With ``tail`` it does not, while nothing but this step's
 write makes a page stale: the key written here and the one before it are in the slot (where the position opens a page,
@@ -40,6 +44,8 @@ from ._library import define, implement
 from .page_mask import unpack
 
 NEVER = -1
+APART = -64
+"""The position of tokens that do not lie one behind the other; no step of few tokens leads from it to another."""
 # Channels of the last key that are looked at, and what they are multiplied with.
 MARKED_CHANNELS = 4
 MARK_FACTOR = 31
@@ -48,7 +54,7 @@ _NUMBERS_AT_ONCE = 1 << 19
 
 define(
     "summarize(Tensor keys, Tensor bits, Tensor position, Tensor(a!) summary, Tensor(b!) covered, "
-    "str algorithm, int page_size, Tensor? tail=None) -> ()"
+    "str algorithm, int page_size, Tensor? tail=None, int written=1) -> ()"
 )
 define(
     "store_summary(Tensor keys, Tensor bits, Tensor position, Tensor fresh, Tensor others, Tensor left, "
@@ -157,21 +163,25 @@ def _refresh(
     algorithm: str,
     page_size: int,
     tail: Tensor | None = None,
+    count: int = 1,
 ) -> None:
-    """Bring the summary up to date, but not yet what it covers.
+    """Bring the summary up to date, but not yet what it covers; ``count`` tokens were written.
 
-    While a request decodes, the page written into is the only stale one. That case is told apart first and costs no
-    index tensors.
+    While a request decodes, the pages written into are the only stale ones. A single one is told apart first and costs
+    no index tensors.
     """
     score = algorithms.get(algorithm)
     words = kv_head_words(bits, keys.shape[1])
     at = position.reshape(-1, 1, 1)
     met = covered.select(-1, 1) == expected(keys, position, tail).unsqueeze(-1)
     stale = (covered.select(-1, 0) != words) | ~met
-    written = {p // page_size for p in position.tolist()}
+    first = at // page_size
+    last = (at + count - 1) // page_size if count else first - 1
+    written = {*first.flatten().tolist(), *last.flatten().tolist()}
     page = written.pop()
-    if written or page >= words.shape[2]:
-        here = torch.arange(words.shape[2], device=words.device) == at // page_size
+    if written or not 0 <= page < words.shape[2]:
+        pages = torch.arange(words.shape[2], device=words.device)
+        here = (first <= pages) & (pages <= last)
         stale |= here
         if tail is not None:
             rows = here & met
@@ -224,10 +234,11 @@ def summarize(
     algorithm: str,
     page_size: int,
     tail: Tensor | None = None,
+    written: int = 1,
 ) -> None:
     """PyTorch implementation: work in proportion to the stale pages, beside one look at the words."""
-    _refresh(keys, bits, position, summary, covered, algorithm, page_size, tail)
-    _cover(covered, bits, keys.shape[1], expected(keys, position + 1, tail))
+    _refresh(keys, bits, position, summary, covered, algorithm, page_size, tail, written)
+    _cover(covered, bits, keys.shape[1], expected(keys, position + written, tail))
 
 
 def fake(
@@ -239,6 +250,7 @@ def fake(
     algorithm: str,
     page_size: int,
     tail: Tensor | None = None,
+    written: int = 1,
 ) -> None:
     return None
 

@@ -44,8 +44,8 @@ def token_major_strides(batch: int, heads: int, size: int) -> tuple[int, int, in
     return heads * size, size, batch * heads * size, 1
 
 
-def with_room_for_one(old: Tensor, on_host: bool = False) -> Tensor:
-    """A view ``[B, H, S + 1, D]`` whose first S tokens are ``old``; the last one is to be written.
+def with_room_for(old: Tensor, new: int = 1, on_host: bool = False) -> Tensor:
+    """A view ``[B, H, S + new, D]`` whose first S tokens are ``old``; the others are to be written.
 
     In place where ``old`` is the newest view of a buffer of ours with room left; otherwise in a new buffer with a
     quarter of spare capacity. With ``on_host`` the buffer is in host memory (:mod:`.host_tier`).
@@ -57,22 +57,22 @@ def with_room_for_one(old: Tensor, on_host: bool = False) -> Tensor:
     buffer = OWNERS.peek(old.untyped_storage(), _KEY)
     if (
         isinstance(buffer, _Buffer)
-        and buffer.tip == tokens < buffer.capacity
+        and buffer.tip == tokens <= buffer.capacity - new
         and (buffer.batch, buffer.heads, buffer.size) == (batch, heads, size)
         and buffer.on_host == on_host
         and old.storage_offset() == 0
         and old.stride() == buffer.strides
     ):
-        buffer.tip = tokens + 1
-        return old.as_strided((batch, heads, tokens + 1, size), buffer.strides, 0)
+        buffer.tip = tokens + new
+        return old.as_strided((batch, heads, tokens + new, size), buffer.strides, 0)
     capacity = tokens + max(_SPARE_TOKENS, tokens // 4)
     with torch.inference_mode(False):
         allocate = new_host_tensor if on_host and old.device.type == "cuda" else torch.empty
         store = allocate((capacity, batch, heads, size), dtype=old.dtype, device=old.device)
     with torch.no_grad():
         store[:tokens].permute(1, 2, 0, 3).copy_(old)
-    buffer = _Buffer(batch, heads, size, capacity, tokens + 1, on_host)
+    buffer = _Buffer(batch, heads, size, capacity, tokens + new, on_host)
     OWNERS.of(store.untyped_storage())[_KEY] = buffer
     return store.as_strided(
-        (batch, heads, tokens + 1, size), token_major_strides(batch, heads, size), 0
+        (batch, heads, tokens + new, size), token_major_strides(batch, heads, size), 0
     )

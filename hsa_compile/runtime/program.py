@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .growing import with_room_for_one
+from .growing import with_room_for
 from .host_tier import move_to_host
 from .offload import join_all
 from .overrun import OverrunCheck
@@ -45,11 +45,12 @@ class SummaryBinding:
 
 @dataclass(frozen=True)
 class GrowingBinding:
-    """One tensor of a growing cache: its argument becomes a view with room for one token, which is also an output."""
+    """One tensor of a growing cache: its argument becomes a view with room for ``tokens``, which is also an output."""
 
     argument: int
     outputs: tuple[int, ...]
     on_host: bool = False
+    tokens: int = 1
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Program:
             join_all()
         for cache in self.growing:
             held: Tensor = inputs[cache.argument]  # type: ignore[assignment]
-            inputs[cache.argument] = with_room_for_one(held, cache.on_host)
+            inputs[cache.argument] = with_room_for(held, cache.tokens, cache.on_host)
         states = [self._state(binding, inputs, arguments) for binding in self.summaries]
         extra: list[Tensor] = []
         for binding, state in zip(self.summaries, states, strict=True):
