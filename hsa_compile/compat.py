@@ -105,6 +105,11 @@ def overloads(target: object) -> list[torch._ops.OpOverload]:
     return []
 
 
+def is_higher_order(target: object) -> bool:
+    """Whether a call's target takes graphs or kernels, whose writes its schema does not tell."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def is_mutable(op: torch._ops.OpOverload) -> bool:
     """Whether an op declares to write an argument."""
     return op._schema.is_mutable

@@ -93,14 +93,15 @@ class Attention:
 class CacheUpdate:
     """How one cache tensor (keys or values) is written in this graph.
 
-    kind: ``static`` (a graph input written in place), ``functional`` (a new tensor returned in its place) or
-    ``dynamic`` (a graph input to which ``torch.cat`` appends). ``position`` is a node (tensor or SymInt), an int, or
-    None for ``dynamic`` (the end). It counts along a dimension of the tensor that is written, ``along``: attention may
-    read a part of that. ``form`` names the calls that write. ``tokens`` are written at once: at as many positions where
-    the position is a tensor, else from it on.
+    kind: ``static`` (a graph input written in place), ``functional`` (a new tensor returned in its place), ``dynamic``
+    (a graph input to which ``torch.cat`` appends) or ``fixed`` (a graph input that is only read). ``position`` is a
+    node (tensor or SymInt), an int, or None for ``dynamic`` (the end) and ``fixed``. It counts along a dimension of the
+    tensor that is written, ``along``: attention may read a part of that. ``form`` names the calls that write.
+    ``tokens`` are written at once: at as many positions where the position is a tensor, else from it on. Where none
+    are, ``write`` and ``new`` are the input itself.
     """
 
-    kind: Literal["static", "functional", "dynamic"]
+    kind: Literal["static", "functional", "dynamic", "fixed"]
     base: fx.Node
     write: fx.Node
     new: fx.Node
@@ -112,7 +113,7 @@ class CacheUpdate:
     @property
     def counts_from_end(self) -> bool:
         """Whether a negative position counts from the end of the cache, as it does in indexing and slicing."""
-        return not self.form.startswith(("index_copy", "scatter", "cat"))
+        return not self.form.startswith(("index_copy", "scatter", "cat", "only read"))
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
     before: attention over k, v
     after:  the graph unchanged; k and v traced to a ``CacheUpdate`` each, or a ``Reject``
 
-Three shapes of cache are understood. *static*: a graph input written in place (``index_copy_``,
+Four shapes of cache are understood. *static*: a graph input written in place (``index_copy_``,
 ``x[:, :, pos] = k``, ``index_put_``, ``copy_`` into a slice). *functional*: the same write as a new
 tensor (``slice_scatter``, ``index_copy``), returned in the place of its input. *dynamic*:
-``torch.cat([input, new])`` along the tokens, returned as the next call's input.
+``torch.cat([input, new])`` along the tokens, returned as the next call's input. *fixed*: a graph input that nothing in
+the graph writes, such as keys and values that were computed once from the output of an encoder.
 
 A write must land along the token dimension of what attention reads; strides of the traced tensors decide that, so no
 layout is assumed.
@@ -19,10 +20,23 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from hsa_compile import compat
 from hsa_compile.lowering.limits import MAX_STEP
 from hsa_compile.site import Attention, AttentionSite, CacheUpdate, Reject
 
-from .graph_tools import argument, fixed, memory, op, raw_name, same, tensor, value, writes
+from .graph_tools import (
+    argument,
+    fixed,
+    may_write,
+    memory,
+    op,
+    raw_name,
+    readers,
+    same,
+    tensor,
+    value,
+    writes,
+)
 
 _VIEWS = frozenset(
     "getitem transpose permute view reshape unsqueeze squeeze narrow select contiguous detach to "
@@ -137,9 +151,8 @@ def _static(
 ) -> CacheUpdate:
     written = sorted(writes(base), key=order.__getitem__)
     if not written:
-        raise NoCache(
-            f"the {what} are an input that this graph does not write: no KV cache is updated here"
-        )
+        _must_be_only_read(base, what)
+        return CacheUpdate("fixed", base, base, base, None, (node, 2), "only read", 0)
     mine: list[CacheUpdate] = []
     for write in written:
         if op(write) not in _IN_PLACE:
@@ -156,6 +169,24 @@ def _static(
     if order[mine[0].write] > order[reader]:
         raise NoCache(f"the {what} are written after attention has read them")
     return mine[0]
+
+
+def _must_be_only_read(base: fx.Node, what: str) -> None:
+    """Writes that are no calls on the tensor itself: by a call that takes it as an operand, or to the same memory."""
+    for reader in readers(base):
+        if may_write(reader):
+            raise NoCache(f"the {what} are given to `{raw_name(reader)}`, which may write them")
+    held = tensor(base)
+    assert held is not None
+    for other in base.graph.nodes:
+        if (
+            other.op != "placeholder"
+            or other is base
+            or not isinstance(tensor(other), torch.Tensor)
+        ):
+            continue
+        if compat.storage_key(tensor(other)) == compat.storage_key(held) and writes(other):
+            raise NoCache(f"the {what} share their memory with an input that this graph writes")
 
 
 def _in_place(base: fx.Node, write: fx.Node, read: torch.Tensor, what: str) -> CacheUpdate:

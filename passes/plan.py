@@ -62,6 +62,9 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         slots = max(budget + 1, forced)
     if policy.placement == "device":
         return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
+    if site.keys.kind == "fixed":
+        reason = "placement 'host' takes caches that a step writes; this one is only read"
+        return Reject(site.where, reason, attention.anchor.name)
     if attention.queries > 1 or site.keys.tokens > 1:
         reason = (
             f"placement 'host' takes steps of a single token; this one has {attention.queries} query tokens "

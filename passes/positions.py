@@ -98,6 +98,8 @@ class Positions:
     def of(self, cache: CacheUpdate, keys: fx.Node, read: torch.Tensor) -> fx.Node:
         """Where the (first) new token is, ``[1]`` int64; what the write saw, if the model counts in place.
 
+        In a cache that is only read it would be behind the last one.
+
         A write behind the part of the cache that attention reads counts as one to the last tokens of that part.
         """
         position: object = cache.position
@@ -108,12 +110,14 @@ class Positions:
         key = (
             *("position", keys if position is None else position, read.device),
             *(counted and cache.write, from_end and str(_capacity(cache)), bounded and keys),
-            *((tokens,) if tokens > 1 else ()),
+            *((tokens,) if tokens != 1 else ()),
         )
         if key in self.made:
             return self.made[key]
         if position is None:
-            position = self.emit.call(operator.sub, self.emit.method("size", keys, 2), tokens)
+            position = self.emit.method("size", keys, 2)
+            if tokens:
+                position = self.emit.call(operator.sub, position, tokens)
         held = tensor(position)
         if held is None:
             made = self.emit.call(torch.full, (1,), position, dtype=torch.int64, device=read.device)

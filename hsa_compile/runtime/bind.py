@@ -108,6 +108,7 @@ def _summary(
         growing=site.cache_input in grown,
         moves_to=outputs.index(cache.write.name) if cache.kind == "functional" else None,
         values=at[site.values_input] if site.plan.pool_slots else None,
+        only_read=cache.kind == "fixed",
         overrun=None if site.write is None else _overrun(site.write, at, readers),
     )
 

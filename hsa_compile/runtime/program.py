@@ -36,6 +36,8 @@ class SummaryBinding:
     ordinal: int = 0
     """Which of several summaries of the same keys, under different masks, this is."""
     overrun: OverrunCheck | None = None
+    only_read: bool = False
+    """The graph does not write the cache: if it changes in a step all the same, the summary is not true to it."""
 
     def read(self, inputs: Sequence[object]) -> tuple[Tensor, ...]:
         """The tensors of the cache that the state depends on."""
@@ -120,6 +122,8 @@ class Program:
             if binding.overrun is not None:
                 binding.overrun(state, arguments)
             extra.extend(state.inputs(binding.pages(arguments)))
+            if binding.only_read:
+                settle(state, binding.read(inputs))
         results = self.inner(*inputs, *extra, *(block.values for block in self.blocks))
         outputs = self._assemble(results, inputs)
         for binding, state in zip(self.summaries, states, strict=True):
@@ -127,7 +131,8 @@ class Program:
                 held, moved = inputs[binding.argument], outputs[binding.moves_to]
                 OWNERS.move(root_of(held), root_of(moved))  # type: ignore[arg-type]
                 inputs[binding.argument] = moved
-            settle(state, binding.read(inputs))
+            if not binding.only_read:
+                settle(state, binding.read(inputs))
         for block in self.blocks:
             block.step(arguments)
         self.steps += 1

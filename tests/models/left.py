@@ -50,6 +50,12 @@ def scores_of(q: Tensor, keys: Tensor) -> Tensor:
     return q @ repeat(keys).mT / math.sqrt(SIZE)
 
 
+@torch.library.custom_op("hsa_tests::write_all", mutates_args=("keys", "values"))
+def write_all(k: Tensor, keys: Tensor, v: Tensor, values: Tensor, at: Tensor) -> None:
+    """A write that only the schema of an operator tells, as serving engines have it."""
+    write(keys, values, k, v, at)
+
+
 # The attention
 
 
@@ -254,8 +260,15 @@ def many_queries(q, k, v, keys, values, at, keep):
 # The cache
 
 
-@left("the keys are an input that this graph does not write: no KV cache is updated here")
-def cross_attention(q, k, v, keys, values, at, keep):
+@left("the keys are in a fixed cache and the values in a static one")
+def values_written_alone(q, k, v, keys, values, at, keep):
+    values[:, :, at] = v
+    return dense(q, keys, values, keep)
+
+
+@left("the keys are given to `write_all`, which may write them")
+def written_by_an_operator(q, k, v, keys, values, at, keep):
+    torch.ops.hsa_tests.write_all(k, keys, v, values, at)
     return dense(q, keys, values, keep)
 
 
