@@ -111,8 +111,13 @@ def by_the_rule(model: Any, policy: LayerPolicy) -> Iterator[Any]:
         attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
+        position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        if position_bias is not None:
+            lowest = torch.finfo(query.dtype).min
+            keep = True if attention_mask is None else attention_mask
+            attention_mask = torch.where(torch.as_tensor(keep), position_bias, lowest)
         if query.shape[2] > MAX_STEP:
             return dense(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -123,9 +128,13 @@ def by_the_rule(model: Any, policy: LayerPolicy) -> Iterator[Any]:
     transformers.AttentionInterface.register(_NAME, forward)
     masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     transformers.AttentionMaskInterface.register(_NAME, masks["sdpa"])
-    before = model.config._attn_implementation
-    model.config._attn_implementation = _NAME
+    # Encoder and decoder may have configurations of their own.
+    configs = {id(m.config): m.config for m in (model, *model.modules()) if hasattr(m, "config")}
+    before = [config._attn_implementation for config in configs.values()]
+    for config in configs.values():
+        config._attn_implementation = _NAME
     try:
         yield model
     finally:
-        model.config._attn_implementation = before
+        for config, name in zip(configs.values(), before, strict=True):
+            config._attn_implementation = name
