@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .. import algorithms
 from ..ops.diff import MISSING
-from ..ops.summarize import MARK_FACTOR, MARKED_CHANNELS, NEVER
+from ..ops.summarize import LATELY, MARK_FACTOR, MARKED_CHANNELS, NEVER
 
 # Values end up as source text: a string carries its own quotes.
 Constants = dict[str, int | float | bool | str]
@@ -72,6 +72,7 @@ def summarize(
         "DIM_PAD": dim_pad(dim),
         "PAGE_SIZE": page_size,
         "WRITTEN": written,
+        "LATELY": LATELY,
         "HAS_TAIL": tail,
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,

@@ -12,15 +12,19 @@ A page is stale, and is summarised anew over the tokens that any query head of t
 
 - the tokens that can be attended are not those it covers (growth, a crop, a window that moved, another padding), or
 - this step wrote into it, or
-- the next step does not find what this one left: a position one further than the last, and before it the key that was
-  written last (the cache was written elsewhere, or this state is new: expected is -1).
+- the next step does not find what this one left: a position one further, and before it the key that was written here
+  (the cache was written elsewhere, or this state is new: expected is -1). A position up to ``LATELY`` further will do,
+  with that key where it was; then the pages of all tokens from there on are stale.
+
+A step of several tokens leaves what it found: its first position and the key before that. Tokens of it may be taken
+back, and the next step write over them, without another page being summarised anew.
 
 What is expected is one word, ``expected``: the position, and 31 bits of the key before it. That key depends on all
 tokens before it, in every layer but the first, so a request that took the place of another is seen by it where nothing
 else tells: a tensor of ``torch.inference_mode`` has no version counter.
 
-A step whose tokens may lie apart says ``APART`` for their position. No step expects that, nor what such a step leaves:
-then, and in the step after it, all pages are summarised anew.
+A step whose tokens may lie apart says ``APART`` for their position. No step leaves that, and such a step leaves
+``NEVER``: then, and in the step after it, all pages are summarised anew.
 
 Where keys are memory of the host, a step should not read them. With ``tail`` it does not, while nothing but this step's
 write makes a page stale: the key written here and the one before it are in the slot (where the position opens a page,
@@ -45,7 +49,8 @@ from .page_mask import unpack
 
 NEVER = -1
 APART = -64
-"""The position of tokens that do not lie one behind the other; no step of few tokens leads from it to another."""
+"""The position of tokens that do not lie one behind the other."""
+LATELY = 16
 # Channels of the last key that are looked at, and what they are multiplied with.
 MARKED_CHANNELS = 4
 MARK_FACTOR = 31
@@ -75,13 +80,36 @@ def expected(keys: Tensor, position: Tensor, tail: Tensor | None = None) -> Tens
         key = keys.index_select(2, before).squeeze(2)
     else:
         key = keys[torch.arange(keys.shape[0], device=keys.device), :, before]
-    mark = torch.zeros((), dtype=torch.int64, device=keys.device)
-    for channel in range(min(MARKED_CHANNELS, keys.shape[3])):
+    return _word(key, position.unsqueeze(-1))
+
+
+def _word(key: Tensor, position: Tensor) -> Tensor:
+    """``key [B, Hkv, D]`` is the one before ``position [1 or B, 1 or Hkv]``."""
+    mark = torch.zeros((), dtype=torch.int64, device=key.device)
+    for channel in range(min(MARKED_CHANNELS, key.shape[2])):
         bits = key[..., channel].float().view(torch.int32).to(torch.int64)
         mark = mark + bits * MARK_FACTOR**channel
     mark = (mark ^ torch.bitwise_right_shift(mark, 16)) & 0x7FFFFFFF  # half types have no low bits
-    mark = torch.where(position.unsqueeze(-1) > 0, mark, 0)
-    return (mark << 32) | position.unsqueeze(-1)
+    mark = torch.where(position > 0, mark, 0)
+    return (mark << 32) | position
+
+
+def _found(
+    keys: Tensor, position: Tensor, covered: Tensor, tail: Tensor | None, written: int
+) -> tuple[Tensor, Tensor]:
+    """What this step finds as it should, ``[B, Hkv, P]``; and from where on it is not to be trusted for all that."""
+    held, at = covered.select(-1, 1), position.reshape(-1, 1, 1)
+    found = expected(keys, position, tail).unsqueeze(-1)
+    left = held[:, :, :1]
+    if tail is None and written and not torch.equal(left, found):
+        since = left & 0xFFFFFFFF
+        lately = (since <= at) & (at - since <= LATELY)
+        since = torch.where(lately, since, at)
+        before = (since - 1).clamp(min=0).unsqueeze(-1).expand(-1, -1, 1, keys.shape[3])
+        again = _word(keys.gather(2, before).squeeze(2), since.squeeze(-1)).unsqueeze(-1)
+        known = lately & (again == left)
+        found, at = torch.where(known, left, found), torch.where(known, since, at)
+    return held == found, at
 
 
 def kv_head_words(bits: Tensor, kv_heads: int) -> Tensor:
@@ -172,11 +200,10 @@ def _refresh(
     """
     score = algorithms.get(algorithm)
     words = kv_head_words(bits, keys.shape[1])
-    at = position.reshape(-1, 1, 1)
-    met = covered.select(-1, 1) == expected(keys, position, tail).unsqueeze(-1)
+    met, since = _found(keys, position, covered, tail, count)
     stale = (covered.select(-1, 0) != words) | ~met
-    first = at // page_size
-    last = (at + count - 1) // page_size if count else first - 1
+    first = since // page_size
+    last = (position.reshape(-1, 1, 1) + count - 1) // page_size if count else first - 1
     written = {*first.flatten().tolist(), *last.flatten().tolist()}
     page = written.pop()
     if written or not 0 <= page < words.shape[2]:
@@ -238,7 +265,10 @@ def summarize(
 ) -> None:
     """PyTorch implementation: work in proportion to the stale pages, beside one look at the words."""
     _refresh(keys, bits, position, summary, covered, algorithm, page_size, tail, written)
-    _cover(covered, bits, keys.shape[1], expected(keys, position + written, tail))
+    left = expected(keys, position if written > 1 else position + written, tail)
+    if written > 1:
+        left = torch.where(position.unsqueeze(-1) < 0, NEVER, left)
+    _cover(covered, bits, keys.shape[1], left)
 
 
 def fake(

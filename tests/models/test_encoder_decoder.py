@@ -225,7 +225,10 @@ def test_with_inductor() -> None:
 def test_layers_are_told_apart_by_their_paths() -> None:
     """Own keys are all read, those of the encoder by a budget of their own."""
     model = tiny("bart")
-    layers = {"default": "dense", "layers": {"*.encoder_attn": {"preset": "quest", "budget": 48, "page_size": 16}}}
+    layers = {
+        "default": "dense",
+        "layers": {"*.encoder_attn": {"preset": "quest", "budget": 48, "page_size": 16}},
+    }
     compiled = compile_hsa(model, layers)
     decode(model, compiled, encode(model, 2), new_cache(model, "static"))
     found = {(s.path.rsplit(".", 1)[1], s.decision) for s in hsa_compile.explain(compiled).sites}

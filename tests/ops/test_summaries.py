@@ -128,11 +128,53 @@ def test_only_pages_with_new_tokens_are_read(written: int) -> None:
         same = torch.equal(summary[:, :, page], old[:, :, page])
         assert same == (page not in touched)
     state.keys.copy_(unread)
-    summary, covered = rebuilt(state, 30, full, written)
+    summary, covered = rebuilt(state, 60, full, 0)
     old, left = summary.clone(), covered.clone()
-    state.keys[:, :, : 29 + written] = state.keys[:, :, 30 + written :] = math.nan
-    decode(state, 30 + written, full, summary, covered, 0)
+    state.keys[:, :, :59] = state.keys[:, :, 60:] = math.nan
+    decode(state, 60, full, summary, covered, 0)
     assert torch.equal(summary, old) and torch.equal(covered, left)
+
+
+@pytest.mark.parametrize("written", [1, 5, 16])
+@pytest.mark.parametrize("kept", [1, 3, 5])
+def test_tokens_that_were_taken_back(written: int, kept: int) -> None:
+    """The next step reads the pages of the last one's tokens and of its own, and the key before all of them."""
+    case = Case(length=128, page_size=16, mask="full")
+    full = torch.ones(1, 1, 1, case.length, dtype=torch.bool)
+    for first in (31, 60, 64):
+        state = build(case)
+        summary, covered = rebuilt(state, first, full, 5)
+        old, at = summary.clone(), first + kept
+        state.keys[:, :, first : at + written].normal_()
+        pages = range(first // 16, (at + written - 1) // 16 + 1)
+        unread = [p for p in range(8) if p not in pages]
+        whole = state.keys.clone()
+        for page in unread:
+            state.keys[:, :, 16 * page : 16 * page + 16] = math.nan
+        state.keys[:, :, first - 1] = whole[:, :, first - 1]
+        decode(state, at, full, summary, covered, written)
+        assert torch.equal(summary[:, :, unread], old[:, :, unread])
+        read = list(pages)
+        state.keys.copy_(whole)
+        fresh, left = rebuilt(state, at, full, written)
+        assert torch.equal(summary[:, :, read], fresh[:, :, read])
+        assert torch.equal(covered, left)
+
+
+def test_rows_that_were_taken_back_by_themselves() -> None:
+    """One row meets what it expects, one what was left lately, the third is another request's."""
+    case = Case(length=128, page_size=16, batch=3, mask="full")
+    state = build(case)
+    full = torch.ones(1, 1, 1, case.length, dtype=torch.bool)
+    summary, covered = rebuilt(state, torch.tensor([40, 33, 40]), full, 5)
+    old = summary.clone()
+    state.keys[2].normal_()
+    state.keys[:, :, 41:46].normal_()
+    decode(state, 41, full, summary, covered, 5)
+    fresh, left = rebuilt(state, 41, full, 5)
+    assert torch.equal(summary, fresh) and torch.equal(covered, left)
+    assert torch.equal(summary[:2, :, [0, 1, 3]], old[:2, :, [0, 1, 3]])
+    assert (summary[2] != old[2]).any(-1).all()
 
 
 def test_tokens_that_lie_apart() -> None:

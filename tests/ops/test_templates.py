@@ -84,16 +84,39 @@ def check_several(shape: Shape, written: int, kind: str, kept: int, algorithm: s
         torch.testing.assert_close(got[0], want[0], rtol=1e-6, atol=1e-6)
         assert torch.equal(got[1], want[1])
     # Nothing is written: what was left is found, and stale is only what the mask says.
-    before, position = got[0].clone(), at + written
+    position = torch.full_like(at, shape.tokens)
+    for op, held in ((summarize, want), (standalone.summarize, got)):
+        op(keys, bits, position, *held, algorithm, shape.page, None, 0)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-6, atol=1e-6)
+    before = got[0].clone()
     mask[..., 0] = ~mask[..., 0]
     bits = page_mask(mask, shape.page)
     edited = keys * 2
-    for b in range(shape.batch):
-        last = int(position[b if len(position) > 1 else 0]) - 1
-        edited[b, :, last] = keys[b, :, last]
+    edited[:, :, -1] = keys[:, :, -1]
     standalone.summarize(edited, bits, position, *got, algorithm, shape.page, None, 0)
     assert torch.equal(got[0][:, :, 1:], before[:, :, 1:])
     assert torch.equal(got[1][..., 1], want[1][..., 1])
+
+
+def check_taken_back(shape: Shape, written: int) -> None:
+    """Pages before the last step's tokens are not read again, in any block of pages."""
+    keys = torch.randn(shape.batch, shape.kv_heads, shape.tokens, shape.dim)
+    bits = page_mask(torch.ones(1, 1, 1, shape.tokens, dtype=torch.bool), shape.page)
+    summary, covered = state(shape, bits.shape[-1], "cuboid", torch.float32)
+    first = shape.tokens - 40
+    rest = (bits, torch.tensor([first]), summary, covered, "cuboid", shape.page, None, 5)
+    standalone.summarize(keys, *rest)
+    before = summary.clone()
+    edited = keys * 2
+    edited[:, :, first - 1] = keys[:, :, first - 1]
+    rest = (bits, torch.tensor([first + 2]), summary, covered, "cuboid", shape.page, None, written)
+    standalone.summarize(edited, *rest)
+    changed = (summary != before).any(-1).all(0).all(0).nonzero().flatten().tolist()
+    assert changed == list(range(first // shape.page, (first + 1 + written) // shape.page + 1))
+    # Another key there: everything is read again.
+    rest = (bits, torch.tensor([first + 4]), summary, covered, "cuboid", shape.page, None, written)
+    standalone.summarize(keys * 3, *rest)
+    assert (summary != before).any(-1).all()
 
 
 def check_select(
@@ -204,6 +227,12 @@ def test_summaries_of_several_tokens(
 ) -> None:
     interpreted(check_several, shape, written, kind, kept, "cuboid")
     interpreted(check_several, shape, written, kind, kept, "quest")
+
+
+@pytest.mark.parametrize("written", [1, 5, 16])
+def test_tokens_that_were_taken_back(interpreted: Check, written: int) -> None:
+    interpreted(check_taken_back, Shape(tokens=16 * 70), written)
+    interpreted(check_taken_back, Shape(tokens=16 * 70 - 9, batch=1), written)
 
 
 @pytest.mark.parametrize("reduce", ["softmax_mean", "max"])
