@@ -6,7 +6,7 @@ cache once at the measured copy bandwidth.
 
 Variants of the host tier: ``host`` waits for every page, ``host_next_rank`` and ``host_cross_layer`` load some ahead,
 ``host_without_io`` loads none, whose results are wrong and whose time is the floor. What is hidden is the share of the
-difference between the first and the last that loading ahead saves.
+difference between the first and the last that loading ahead saves. ``host@2.75`` has a pool of 2.75 selections.
 
 Values matter to nothing but the pool of ``--variants host``: to how far selections of successive steps differ. So that
 a few percent of the selected pages are misses, as on pretrained models, attention adds little to the residual stream,
@@ -132,14 +132,15 @@ def compiled_variant(model: Any, variant: str, args: argparse.Namespace) -> Any:
     if variant != "hsa" and not variant.startswith("host"):
         return torch.compile(model, mode="reduce-overhead")
     policy: dict[str, Any] = {"budget": args.budget, "page_size": args.page}
-    if variant != "hsa":
+    name, _, pool = variant.partition("@")
+    if name != "hsa":
         policy |= {
             "placement": "host",
-            "pool": args.pool,
-            "prefetch": PREFETCH.get(variant, "none"),
+            "pool": float(pool or args.pool),
+            "prefetch": PREFETCH.get(name, "none"),
         }
     options = {"policy": policy, "mode": "reduce-overhead", "strict": True}
-    if variant == "host_without_io":
+    if name == "host_without_io":
         options["benchmark_without_io_wrong_results"] = True
     return torch.compile(model, backend="hsa", options=options)
 

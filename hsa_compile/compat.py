@@ -106,6 +106,11 @@ def overloads(target: object) -> list[torch._ops.OpOverload]:
     return []
 
 
+def is_higher_order(target: object) -> bool:
+    """Whether a call's target takes graphs or kernels, whose writes its schema does not tell."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def is_mutable(op: torch._ops.OpOverload) -> bool:
     """Whether an op declares to write an argument."""
     return op._schema.is_mutable
@@ -207,9 +212,14 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def tensors_on(storage: torch.UntypedStorage) -> int:
+    """How many tensors are on a storage, which the object ``storage`` itself is, too."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+
+
 def storage_is_shared(storage: torch.UntypedStorage) -> bool:
-    """Whether more than one tensor is on a storage, beside the object ``storage`` itself."""
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # type: ignore[attr-defined]
+    """Whether more than one tensor is on a storage."""
+    return tensors_on(storage) > 1
 
 
 def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:

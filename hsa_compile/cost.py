@@ -48,7 +48,7 @@ def cost_of(plan: LayerPlan) -> Cost:
     if plan.fraction:
         selected = S * sympy.Rational(plan.fraction, FRACTION_UNIT)
     else:
-        forced = forced_pages(policy.sink, policy.recent, page)
+        forced = forced_pages(policy.sink, plan.recent, page)
         selected = sympy.Integer(max(policy.pages(0), forced) * page)
     sparse = heads * width * sympy.ceiling(S / page) + token * sympy.Min(S, selected)
     return Cost(dense, sparse, _break_even(heads * width, page, token, selected))

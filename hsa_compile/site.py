@@ -83,29 +83,37 @@ class Attention:
     sink: Sink | None = None
     out_dims: tuple[int, ...] = (0, 1, 2, 3)
 
+    @property
+    def queries(self) -> int:
+        """Query tokens, L."""
+        return int(self.q.meta["example_value"].shape[2])
+
 
 @dataclass(frozen=True)
 class CacheUpdate:
     """How one cache tensor (keys or values) is written in this graph.
 
-    kind: ``static`` (a graph input written in place), ``functional`` (a new tensor returned in its place) or
-    ``dynamic`` (a graph input to which ``torch.cat`` appends). ``position`` is a node (tensor or SymInt), an int, or
-    None for ``dynamic`` (the end). It counts along a dimension of the tensor that is written, ``along``: attention may
-    read a part of that. ``form`` names the calls that write.
+    kind: ``static`` (a graph input written in place), ``functional`` (a new tensor returned in its place), ``dynamic``
+    (a graph input to which ``torch.cat`` appends) or ``fixed`` (a graph input that is only read). ``position`` is a
+    node (tensor or SymInt), an int, or None for ``dynamic`` (the end) and ``fixed``. It counts along a dimension of the
+    tensor that is written, ``along``: attention may read a part of that. ``form`` names the calls that write.
+    ``tokens`` are written at once: at as many positions where the position is a tensor, else from it on. Where none
+    are, ``write`` and ``new`` are the input itself.
     """
 
-    kind: Literal["static", "functional", "dynamic"]
+    kind: Literal["static", "functional", "dynamic", "fixed"]
     base: fx.Node
     write: fx.Node
     new: fx.Node
     position: fx.Node | int | None
     along: tuple[fx.Node, int]
     form: str
+    tokens: int = 1
 
     @property
     def counts_from_end(self) -> bool:
         """Whether a negative position counts from the end of the cache, as it does in indexing and slicing."""
-        return not self.form.startswith(("index_copy", "scatter", "cat"))
+        return not self.form.startswith(("index_copy", "scatter", "cat", "only read"))
 
 
 @dataclass(frozen=True)
@@ -159,6 +167,16 @@ class LayerPlan:
     ahead: int = 0
     lookahead: Lookahead | None = None
     no_lookahead: str = ""
+
+    @property
+    def recent(self) -> int:
+        """Last tokens whose pages are always read."""
+        return recent_tokens(self.policy, self.site.attention.queries)
+
+
+def recent_tokens(policy: LayerPolicy, queries: int) -> int:
+    """The policy's; and of several query tokens at least as many, so that each reads the page that it is in itself."""
+    return policy.recent if queries == 1 else max(policy.recent, queries)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from hsa_compile.lowering.limits import MAX_STEP
 from hsa_compile.site import Attention, MaskTerm, Reject, Sink, Where
 
-from .graph_tools import VIEWS, Mismatch, argument, number, op, same, tensor, where
+from .graph_tools import VIEWS, Mismatch, argument, fixed, number, op, same, tensor, where
 from .operands import STRAIGHT, Dims, arranged, operand
 from .products import query_key, weights_values
 from .scores import LOOSE, PRODUCTS, TRANSPARENT, separates_or_merges, trace_scores
@@ -120,9 +121,14 @@ def _attention(
     if scale <= 0:
         raise Mismatch("the scale is zero" if scale == 0 else f"the scale is {scale:g}", anchor)
     length = query.shape[2]
-    if not same(length, 1):
+    if fixed(length) is None:
         raise Mismatch(
-            f"{length} query tokens: only decoding of a single token is rewritten", anchor
+            f"{length} query tokens, a number that varies: only steps of a fixed number up to {MAX_STEP} are rewritten",
+            anchor,
+        )
+    if not 1 <= length <= MAX_STEP:
+        raise Mismatch(
+            f"{length} query tokens: only steps of up to {MAX_STEP} are rewritten", anchor
         )
     for what, held in (("keys", keys), ("values", values)):
         if not same(held.shape[0], query.shape[0]):

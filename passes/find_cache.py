@@ -3,10 +3,11 @@
     before: attention over k, v
     after:  the graph unchanged; k and v traced to a ``CacheUpdate`` each, or a ``Reject``
 
-Three shapes of cache are understood. *static*: a graph input written in place (``index_copy_``,
+Four shapes of cache are understood. *static*: a graph input written in place (``index_copy_``,
 ``x[:, :, pos] = k``, ``index_put_``, ``copy_`` into a slice). *functional*: the same write as a new
 tensor (``slice_scatter``, ``index_copy``), returned in the place of its input. *dynamic*:
-``torch.cat([input, new])`` along the tokens, returned as the next call's input.
+``torch.cat([input, new])`` along the tokens, returned as the next call's input. *fixed*: a graph input that nothing in
+the graph writes, such as keys and values that were computed once from the output of an encoder.
 
 A write must land along the token dimension of what attention reads; strides of the traced tensors decide that, so no
 layout is assumed.
@@ -19,9 +20,23 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from hsa_compile import compat
+from hsa_compile.lowering.limits import MAX_STEP
 from hsa_compile.site import Attention, AttentionSite, CacheUpdate, Reject
 
-from .graph_tools import argument, memory, op, raw_name, same, tensor, value, writes
+from .graph_tools import (
+    argument,
+    fixed,
+    may_write,
+    memory,
+    op,
+    raw_name,
+    readers,
+    same,
+    tensor,
+    value,
+    writes,
+)
 
 _VIEWS = frozenset(
     "getitem transpose permute view reshape unsqueeze squeeze narrow select contiguous detach to "
@@ -66,6 +81,8 @@ def _must_agree(keys: CacheUpdate, values: CacheUpdate, order: dict[fx.Node, int
         raise NoCache(f"the keys are in a {keys.kind} cache and the values in a {values.kind} one")
     if not _same_position(keys.position, values.position):
         raise NoCache("keys and values are written at different positions")
+    if keys.tokens != values.tokens:
+        raise NoCache(f"{keys.tokens} tokens of keys and {values.tokens} of values are written")
     if isinstance(keys.position, fx.Node):
         first, last = sorted((order[keys.write], order[values.write]))
         if any(first < order[write] < last for write in writes(memory(keys.position))):
@@ -134,9 +151,8 @@ def _static(
 ) -> CacheUpdate:
     written = sorted(writes(base), key=order.__getitem__)
     if not written:
-        raise NoCache(
-            f"the {what} are an input that this graph does not write: no KV cache is updated here"
-        )
+        _must_be_only_read(base, what)
+        return CacheUpdate("fixed", base, base, base, None, (node, 2), "only read", 0)
     mine: list[CacheUpdate] = []
     for write in written:
         if op(write) not in _IN_PLACE:
@@ -155,16 +171,34 @@ def _static(
     return mine[0]
 
 
+def _must_be_only_read(base: fx.Node, what: str) -> None:
+    """Writes that are no calls on the tensor itself: by a call that takes it as an operand, or to the same memory."""
+    for reader in readers(base):
+        if may_write(reader):
+            raise NoCache(f"the {what} are given to `{raw_name(reader)}`, which may write them")
+    held = tensor(base)
+    assert held is not None
+    for other in base.graph.nodes:
+        if (
+            other.op != "placeholder"
+            or other is base
+            or not isinstance(tensor(other), torch.Tensor)
+        ):
+            continue
+        if compat.storage_key(tensor(other)) == compat.storage_key(held) and writes(other):
+            raise NoCache(f"the {what} share their memory with an input that this graph writes")
+
+
 def _in_place(base: fx.Node, write: fx.Node, read: torch.Tensor, what: str) -> CacheUpdate:
     copied = argument(write, 1, "src")
     if op(write) == "copy_" and isinstance(copied, fx.Node) and op(copied) in _FUNCTIONAL:
         source, target = tensor(copied.args[0]), tensor(write.args[0])
         if memory(copied.args[0]) is not base or not _same_place(source, target):  # type: ignore[arg-type]
             raise NoCache(f"the whole cache of the {what} is overwritten with another")
-        return CacheUpdate(
-            "static", base, write, *_position(copied, read, what), op(copied) + " + copy_"
-        )
-    return CacheUpdate("static", base, write, *_position(write, read, what), op(write))
+        at, tokens = _position(copied, read, what)
+        return CacheUpdate("static", base, write, *at, op(copied) + " + copy_", tokens)
+    at, tokens = _position(write, read, what)
+    return CacheUpdate("static", base, write, *at, op(write), tokens)
 
 
 def _same_place(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -185,15 +219,15 @@ def _functional(base: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> 
         raise NoCache(f"the {what} are a functional update of something that is no graph input")
     if writes(base):
         raise NoCache(f"the updated {what} are changed in place")
-    written = _position(base, read, what)
+    written, tokens = _position(base, read, what)
     if any(op(user) == "copy_" and user.args[0] is source for user in base.users):
-        return CacheUpdate("static", source, base, *written, op(base) + " + copy_")
+        return CacheUpdate("static", source, base, *written, op(base) + " + copy_", tokens)
     output = next(iter(reversed(base.graph.nodes)))
     if base not in output.all_input_nodes:
         raise NoCache(
             f"the updated {what} are neither copied back nor returned: no cache lives on after this step"
         )
-    return CacheUpdate("functional", source, base, *written, op(base))
+    return CacheUpdate("functional", source, base, *written, op(base), tokens)
 
 
 def _dynamic(cat: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> CacheUpdate:
@@ -218,8 +252,11 @@ def _dynamic(cat: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> Cach
     if dim % joined.ndim != 2:
         raise NoCache(f"the {what} are concatenated along dimension {dim}, not along the tokens")
     added = tensor(new)
-    if added is None or not same(added.shape[2], 1):
-        raise NoCache(f"more than one token is appended to the {what}")
+    tokens = None if added is None else fixed(added.shape[2])
+    if tokens is None or not 1 <= tokens <= MAX_STEP:
+        raise NoCache(
+            f"more than {MAX_STEP} tokens are appended to the {what}, or their number varies"
+        )
     output = next(iter(reversed(cat.graph.nodes)))
     if cat not in output.all_input_nodes:
         if any(memory(node) is cat for node in output.all_input_nodes):
@@ -229,13 +266,13 @@ def _dynamic(cat: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> Cach
         )
     if writes(old) or writes(cat):
         raise NoCache(f"the {what} are written in place and concatenated")
-    return CacheUpdate("dynamic", old, cat, new, None, (cat, 2), "cat")
+    return CacheUpdate("dynamic", old, cat, new, None, (cat, 2), "cat", tokens)
 
 
 def _position(
     write: fx.Node, read: torch.Tensor, what: str
-) -> tuple[fx.Node, fx.Node | int, tuple[fx.Node, int]]:
-    """What a write puts where along the tokens of ``read``; and the tensor and dimension that it counts in."""
+) -> tuple[tuple[fx.Node, fx.Node | int, tuple[fx.Node, int]], int]:
+    """What a write puts where along the tokens of ``read``; the tensor and dimension that it counts in; how many."""
     name = op(write)
     into = write.args[0]
     if name == "copy_" and isinstance(into, fx.Node) and into.op != "placeholder":
@@ -276,7 +313,8 @@ def _position(
     if not isinstance(new, fx.Node):
         raise NoCache(f"what is written to the {what} is not a tensor")
     item, dim = _token_index(items, target, read, what)
-    return new, _slot(item, what), (into, dim)
+    at, tokens = _slot(item, what)
+    return (new, at, (into, dim)), tokens
 
 
 def _at(target: torch.Tensor, dim: object, item: object) -> tuple[object, ...]:
@@ -297,9 +335,12 @@ def _copied_slice(write: fx.Node, source: torch.Tensor, what: str) -> tuple[obje
     if op(view) == "select":
         return _at(source, argument(view, 1, "dim"), argument(view, 2, "index"))
     if op(view) == "narrow":
-        if argument(view, 3, "length") != 1:
-            raise NoCache(f"more than one token of the {what} is written")
-        return _at(source, argument(view, 1, "dim"), argument(view, 2, "start"))
+        start, length = argument(view, 2, "start"), value(argument(view, 3, "length"))
+        if length == 1:
+            return _at(source, argument(view, 1, "dim"), start)
+        known = isinstance(value(start), (int, torch.SymInt))
+        end = value(start) + length if known else None  # type: ignore[operator]
+        return _at(source, argument(view, 1, "dim"), slice(start, end))
     raise NoCache(
         f"the cache of the {what} is written through `{op(view)}`, which is not recognised"
     )
@@ -356,31 +397,36 @@ def _is_whole(item: slice, size: object) -> bool:
     )
 
 
-def _slot(at: object, what: str) -> fx.Node | int:
-    """One position: a non-negative int, a SymInt, a tensor of one element, or a slice of length one."""
+def _slot(at: object, what: str) -> tuple[fx.Node | int, int]:
+    """Positions, and how many: a non-negative int, a SymInt, a tensor with one a token, or where a slice begins."""
+    tokens = 1
     if isinstance(at, slice):
         first, last = value(0 if at.start is None else at.start), value(at.stop)
         integers = isinstance(first, (int, torch.SymInt)) and isinstance(last, (int, torch.SymInt))
-        if not integers or not same(last - first, 1) or at.step not in (None, 1):  # type: ignore[operator]
+        length = fixed(last - first) if integers and at.step in (None, 1) else None  # type: ignore[operator]
+        if length is None or not 1 <= length <= MAX_STEP:
             raise NoCache(
-                f"more than one token of the {what} is written, or their number is not known"
+                f"more than {MAX_STEP} tokens of the {what} are written, or their number is not known"
             )
-        at = 0 if at.start is None else at.start
+        at, tokens = 0 if at.start is None else at.start, length
     if isinstance(at, int) and not isinstance(at, bool) and at >= 0:
-        return at
+        return at, tokens
     held = value(at)
     if (
         isinstance(at, fx.Node)
         and isinstance(held, (torch.SymInt, int))
         and not isinstance(held, bool)
     ):
-        return at
+        return at, tokens
     if not isinstance(at, fx.Node) or not isinstance(held, torch.Tensor):
         raise NoCache(
             f"the position at which the {what} are written is not a tensor or a non-negative integer"
         )
-    if held.dtype not in (torch.int64, torch.int32) or not same(held.numel(), 1):
+    count = fixed(held.numel())
+    few = count == 1 or (held.ndim == 1 and count is not None and 1 < count <= MAX_STEP)
+    if held.dtype not in (torch.int64, torch.int32) or count is None or not few:
         raise NoCache(
-            f"{held.numel()} positions of the {what} are written at once, by a {held.dtype} index"
+            f"{held.numel()} positions of the {what} are written at once, by a {held.dtype} index: "
+            f"only a fixed number up to {MAX_STEP} is rewritten"
         )
-    return at
+    return at, count

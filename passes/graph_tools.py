@@ -152,11 +152,36 @@ def writes(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
+def readers(node: fx.Node) -> list[fx.Node]:
+    """The calls that take ``node``, or a view of it, as any of their operands."""
+    found: dict[fx.Node, None] = {}
+    frontier = [node]
+    while frontier:
+        for user in frontier.pop().users:
+            if user not in found:
+                found[user] = None
+                frontier.extend([user] if op(user) in VIEWS else [])
+    return list(found)
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether a call may write any of its operands: by its schema, by ``out=``, or in a graph or kernel of its own."""
+    if node.op == "call_module" or compat.is_higher_order(node.target):
+        return True
+    return "out" in node.kwargs or any(map(compat.is_mutable, compat.overloads(node.target)))
+
+
 def same(a: object, b: object) -> bool:
     """Whether two sizes are equal for every input that the graph's guards admit; adds no guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return compat.statically_known_true(a == b)
+
+
+def fixed(size: object) -> int | None:
+    """A size that is the same for every input, or None where it is symbolic."""
+    expression = compat.expression(size)
+    return int(expression) if expression.is_number else None
 
 
 def where(node: fx.Node, index: int) -> Where:

@@ -2,6 +2,8 @@
 
 before: masked_fill(scores, drop, -inf) + bias
 after:  bits = page_mask(where(drop, -inf, 0) + bias); the bias itself
+
+Several query tokens are as many heads to the ops: a mask that differs between them has a row a (head, token).
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import torch
 from torch import fx
 
 from hsa_compile import compat
-from hsa_compile.site import MaskTerm
+from hsa_compile.site import Attention, MaskTerm
 
 from .emit import Emitter
-from .graph_tools import tensor
+from .graph_tools import same, tensor
 
 
 class Masks:
@@ -28,23 +30,58 @@ class Masks:
         self.biases: dict[object, fx.Node | None] = {}
 
     def packed(
-        self, terms: tuple[MaskTerm, ...], keys: fx.Node, read: torch.Tensor, page_size: int
+        self, attention: Attention, keys: fx.Node, read: torch.Tensor, page_size: int
     ) -> tuple[fx.Node | None, fx.Node]:
         """Bias (None where no term is additive) and packed mask; made once for layers that share a mask."""
-        key = ("mask", terms, compat.expression(read.shape[2]), read.device)
+        q = tensor(attention.q)
+        assert q is not None
+        heads, queries = q.shape[1], attention.queries
+        terms = attention.masks
+        key = ("mask", terms, compat.expression(read.shape[2]), read.device, queries)
         if key not in self.made:
-            self.made[key], bias = self._combined(terms, keys, read)
-            self.biases[key] = bias
+            self.made[key], self.biases[key] = self._combined(terms, keys, read, queries)
         mask, bias = self.made[key], self.biases[key]
-        packed = ("bits", mask, page_size)
+        packed = ("bits", mask, page_size, heads if queries > 1 else 1)
         if packed not in self.made:
-            self.made[packed] = self.emit.call(torch.ops.hsa.page_mask.default, mask, page_size)
-        return bias, self.made[packed]
+            rows = self._rows(mask) if queries > 1 else mask
+            bits = self.emit.call(torch.ops.hsa.page_mask.default, rows, page_size)
+            self.made[packed] = self._a_row_each(bits, mask, heads, queries)
+        if bias is None or queries == 1:
+            return bias, self.made[packed]
+        spread = ("bias", bias, heads)
+        if spread not in self.made:
+            whole = self._a_row_each(self._rows(bias), bias, heads, queries)
+            self.made[spread] = whole
+        return self.made[spread], self.made[packed]
+
+    def _rows(self, mask: fx.Node) -> fx.Node:
+        """``[Bm, Hm, Lm, S]`` as ``[Bm, Hm * Lm, 1, S]``."""
+        held = tensor(mask)
+        assert held is not None
+        if same(held.shape[2], 1):
+            return mask
+        return self.emit.method("unsqueeze", self.emit.method("flatten", mask, 1, 2), 2)
+
+    def _a_row_each(self, rows: fx.Node, mask: fx.Node, heads: int, queries: int) -> fx.Node:
+        """``rows [Bm, Hm * Lm, ...]`` of ``mask [Bm, Hm, Lm, S]`` as ``[Bm, Hq * L, ...]``, or with one row for all."""
+        held = tensor(mask)
+        assert held is not None
+        one_head, one_token = same(held.shape[1], 1), same(held.shape[2], 1)
+        if queries == 1 or (one_head and one_token):
+            return rows
+        method, rest = self.emit.method, (-1,) * (tensor(rows).ndim - 2)  # type: ignore[union-attr]
+        apart = (1 if one_head else heads, 1 if one_token else queries)
+        spread = method("expand", method("unflatten", rows, 1, apart), -1, heads, queries, *rest)
+        return method("flatten", spread, 1, 2)
 
     def _combined(
-        self, terms: tuple[MaskTerm, ...], keys: fx.Node, read: torch.Tensor
+        self,
+        terms: tuple[MaskTerm, ...],
+        keys: fx.Node,
+        read: torch.Tensor,
+        queries: int,
     ) -> tuple[fx.Node, fx.Node | None]:
-        """The mask as one tensor, boolean or additive, and the bias."""
+        """The mask as one tensor ``[Bm, Hm, 1 or L, S]``, boolean or additive, and the bias."""
         call, device = self.emit.call, read.device
         fixed = isinstance(read.shape[2], int)
         tokens = read.shape[2] if fixed else self.emit.method("size", keys, 2)
@@ -52,8 +89,12 @@ class Masks:
         bias: fx.Node | None = None
         for term in terms:
             if term.kind == "causal":
-                first = call(operator.le, call(torch.arange, tokens, device=device), 0)
-                part = self._spread(first, tokens)
+                token: object = 0
+                if queries > 1:
+                    token = call(torch.arange, queries, device=device)
+                    token = self.emit.method("unsqueeze", token, 1)
+                seen = call(operator.le, call(torch.arange, tokens, device=device), token)
+                part = self._spread(seen, tokens)
             else:
                 part = self._spread(term.node, tokens)
             if term.kind == "add":
@@ -85,7 +126,7 @@ class Masks:
         return self.emit.call(torch.where, condition, fill, zero)
 
     def _spread(self, node: fx.Node | None, tokens: object) -> fx.Node:
-        """A mask of any broadcast shape as ``[Bm, Hm, 1, S]``."""
+        """A mask of any broadcast shape as ``[Bm, Hm, 1 or L, S]``."""
         assert node is not None
         held = tensor(node)
         assert held is not None

@@ -14,7 +14,7 @@ import torch
 from hsa_compile.lowering.limits import kernel_limits, pool_limits
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.policy import LayerName, LayerPolicy, Policy
-from hsa_compile.site import AttentionSite, LayerPlan, Reject
+from hsa_compile.site import AttentionSite, LayerPlan, Reject, recent_tokens
 
 from .graph_tools import tensor
 
@@ -51,7 +51,7 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     if reason is not None:
         return Reject(site.where, reason, attention.anchor.name)
     fraction = round(policy.budget * FRACTION_UNIT) if isinstance(policy.budget, float) else 0
-    forced = forced_pages(policy.sink, policy.recent, policy.page_size)
+    forced = forced_pages(policy.sink, recent_tokens(policy, attention.queries), policy.page_size)
     if isinstance(tokens, int):
         budget = policy.pages(tokens)
         slots = min(max(budget + 1, forced), -(-tokens // policy.page_size))
@@ -62,6 +62,15 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         slots = max(budget + 1, forced)
     if policy.placement == "device":
         return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
+    if site.keys.kind == "fixed":
+        reason = "placement 'host' takes caches that a step writes; this one is only read"
+        return Reject(site.where, reason, attention.anchor.name)
+    if attention.queries > 1 or site.keys.tokens > 1:
+        reason = (
+            f"placement 'host' takes steps of a single token; this one has {attention.queries} query tokens "
+            f"and writes {site.keys.tokens}"
+        )
+        return Reject(site.where, reason, attention.anchor.name)
     if site.keys.kind == "functional":
         reason = (
             "placement 'host' takes caches that are written in place or grow by torch.cat; "
@@ -101,7 +110,6 @@ def _cannot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: LayerPoli
     if k.stride(3) != 1 or v.stride(3) != 1:
         return "the last dimension of the cache is not contiguous"
     if q.device.type == "cuda":
-        return kernel_limits(
-            q.dtype, q.shape[3], v.shape[3], q.shape[1] // k.shape[1], policy.page_size
-        )
+        group, queries = q.shape[1] // k.shape[1], int(q.shape[2])
+        return kernel_limits(q.dtype, q.shape[3], v.shape[3], group, policy.page_size, queries)
     return None

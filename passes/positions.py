@@ -3,6 +3,8 @@
 before: cache[:, :, pos] = k                       (pos may be negative, a number, counted in place, ...)
 after:  checked = checked_position(pos, capacity); cache[:, :, checked] = k
         position = where(checked < 0, checked + capacity, checked)
+
+Of several positions it is the first, or ``APART`` where the others are not those that follow: the graph does not tell.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import fx
 
 from hsa_compile import compat
+from hsa_compile.ops.summarize import APART
 from hsa_compile.site import CacheUpdate, LayerPlan
 
 from .emit import Emitter
@@ -32,6 +35,7 @@ class PositionOfWrite:
     inputs: tuple[fx.Node, ...]
     capacity: object
     from_end: bool
+    tokens: int
 
 
 def checked_in_graph(device: torch.device) -> bool:
@@ -89,33 +93,40 @@ class Positions:
         if computed is None:
             return None
         capacity = self.capacity.get(position, _capacity(cache))
-        return PositionOfWrite(*computed, capacity, cache.counts_from_end)
+        return PositionOfWrite(*computed, capacity, cache.counts_from_end, cache.tokens)
 
     def of(self, cache: CacheUpdate, keys: fx.Node, read: torch.Tensor) -> fx.Node:
-        """Where the new token is, ``[1]`` int64; what the write saw, if the model counts in place.
+        """Where the (first) new token is, ``[1]`` int64; what the write saw, if the model counts in place.
 
-        A write behind the part of the cache that attention reads counts as one to the last token of that part.
+        In a cache that is only read it would be behind the last one.
+
+        A write behind the part of the cache that attention reads counts as one to the last tokens of that part.
         """
         position: object = cache.position
         counted = isinstance(position, fx.Node) and bool(writes(memory(position)))
         from_end = cache.counts_from_end and not isinstance(position, int)
         bounded = may_pass(cache, read)
+        tokens = cache.tokens
         key = (
             *("position", keys if position is None else position, read.device),
             *(counted and cache.write, from_end and str(_capacity(cache)), bounded and keys),
+            *((tokens,) if tokens != 1 else ()),
         )
         if key in self.made:
             return self.made[key]
         if position is None:
-            position = self.emit.call(operator.sub, self.emit.method("size", keys, 2), 1)
+            position = self.emit.method("size", keys, 2)
+            if tokens:
+                position = self.emit.call(operator.sub, position, tokens)
         held = tensor(position)
         if held is None:
             made = self.emit.call(torch.full, (1,), position, dtype=torch.int64, device=read.device)
         elif counted:
             with self.emit.graph.inserting_before(cache.write):
-                made = self.emit.call(torch.clone, self.emit.call(torch.reshape, position, (1,)))
+                flat = self.emit.call(torch.reshape, position, (tokens,))
+                made = self.emit.call(torch.clone, flat)
         else:
-            made = self.emit.call(torch.reshape, position, (1,))
+            made = self.emit.call(torch.reshape, position, (tokens,))
         if held is not None and held.dtype != torch.int64:
             made = self.emit.method("to", made, torch.int64)
         if from_end:
@@ -125,11 +136,22 @@ class Positions:
             counted_on = self.emit.call(operator.add, made, capacity)
             negative = self.emit.call(operator.lt, made, 0)
             made = self.emit.call(torch.where, negative, counted_on, made)
+        if held is not None and tokens > 1:
+            made = self._first(made, tokens)
         if bounded:
-            last = self.emit.call(operator.sub, self.emit.method("size", keys, 2), 1)
+            last = self.emit.call(operator.sub, self.emit.method("size", keys, 2), tokens)
             made = self.emit.method("clamp", made, None, last)
         self.made[key] = made
         return made
+
+    def _first(self, positions: fx.Node, tokens: int) -> fx.Node:
+        """The first of ``positions [tokens]`` if the others follow it one by one, ``[1]``."""
+        call, held = self.emit.call, tensor(positions)
+        assert held is not None
+        first = call(operator.getitem, positions, slice(None, 1))
+        following = call(operator.add, first, call(torch.arange, tokens, device=held.device))
+        in_order = call(torch.all, call(operator.eq, positions, following))
+        return call(torch.where, in_order, first, APART)
 
 
 def _from_inputs(node: fx.Node) -> tuple[fx.GraphModule, tuple[fx.Node, ...]] | None:

@@ -13,6 +13,9 @@
     before: keys' = cat(keys, k); ...; return keys', ...
     after:  keys'[:, :, -1:] = k; ...; return ...          (keys' is an input now: a view with room for k)
 
+    before: o = sdpa(q, ...) of several query tokens, q [B, Hq, L, D]
+    after:  ... select and sparse_attention of q as [B, Hq * L, 1, D]: more heads of the group; summarize(..., written)
+
 The model's own write of a static cache stays as it is. ``summary``, ``covered`` and the counters become graph inputs,
 which the runtime binds to the cache at every call.
 """
@@ -27,10 +30,10 @@ from torch import fx
 
 from hsa_compile import algorithms, compat
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
-from hsa_compile.site import CacheUpdate, LayerPlan, Sink
+from hsa_compile.site import Attention, CacheUpdate, LayerPlan
 
 from .emit import Emitter
-from .graph_tools import modifies, op, tensor
+from .graph_tools import modifies, op, same, tensor
 from .masks import Masks
 from .operands import STRAIGHT
 from .pools import Pool, append, attend, fetch_early, join, pool_inputs
@@ -71,12 +74,13 @@ class State:
 
 @dataclass(frozen=True)
 class GrownInput:
-    """An input that is now a view with room for one token."""
+    """An input that is now a view with room for ``tokens`` more."""
 
     view: fx.Node
     places: tuple[int, ...]
     """The outputs of the model that it stands for."""
     on_host: bool
+    tokens: int = 1
 
 
 @dataclass
@@ -162,18 +166,18 @@ class _Rewriter:
         if set(old.users) - {cache.write}:
             with self.graph.inserting_before(first):
                 before = self.emit.call(
-                    operator.getitem, view, (slice(None), slice(None), slice(None, -1))
+                    operator.getitem, view, (slice(None), slice(None), slice(None, -cache.tokens))
                 )
             old.replace_all_uses_with(before, delete_user_cb=lambda user: user is not cache.write)
         with self.graph.inserting_before(cache.write):
             last = self.emit.call(
-                operator.getitem, view, (slice(None), slice(None), slice(-1, None))
+                operator.getitem, view, (slice(None), slice(None), slice(-cache.tokens, None))
             )
             self.emit.method("copy_", last, cache.new)
         output = next(iter(reversed(self.graph.nodes)))
         places = tuple(i for i, node in enumerate(output.args[0]) if node is cache.write)  # type: ignore[arg-type]
         on_host = cache.write in self.on_host
-        self.result.growing.append(GrownInput(view, places, on_host))
+        self.result.growing.append(GrownInput(view, places, on_host, cache.tokens))
         cache.write.replace_all_uses_with(view, delete_user_cb=lambda user: user is not output)
         self.made[cache.write] = view
         return view
@@ -200,8 +204,9 @@ class _Rewriter:
         assert read is not None and q is not None and out is not None
         page_major = not isinstance(read.shape[2], int)
         with self.graph.inserting_before(attention.out):
-            bias, bits = self.masks.packed(attention.masks, keys, read, policy.page_size)
+            bias, bits = self.masks.packed(attention, keys, read, policy.page_size)
             position = self.positions.of(plan.site.keys, keys, read)
+            query = self._as_heads(attention)
             described: tuple[object, ...] = (
                 *(keys, bits, position, policy.algorithm, policy.page_size),
                 *((values, plan.pool_slots) if plan.pool_slots else ()),
@@ -212,7 +217,7 @@ class _Rewriter:
             state = self.states[described]
             selected = self.emit.call(
                 _HSA.select.default,
-                attention.q,
+                query,
                 state.summary,
                 bits,
                 *self._rule(plan, keys),
@@ -226,7 +231,7 @@ class _Rewriter:
             if state.pool is None:
                 attended = self.emit.call(
                     _HSA.sparse_attention.default,
-                    *(attention.q, keys, values, ids, None, bits, bias),
+                    *(query, keys, values, ids, None, bits, bias),
                     *rest,
                 )
             else:
@@ -239,12 +244,17 @@ class _Rewriter:
                 if at in self.early:
                     moved = self.emit.call(operator.add, moved, self.early[at].moved)
             result = self.emit.call(operator.getitem, attended, 0)
+            if attention.queries > 1:
+                apart = self.emit.method("unflatten", result, 1, (q.shape[1], attention.queries))
+                result = self.emit.method("squeeze", apart, 3)
             if attention.sink is not None:
-                result = self._sunk(result, attended, attention.sink)
+                result = self._sunk(result, attended, attention)
             if out.ndim == 3:
                 result = self.emit.method("flatten", result, 0, 1)
             if attention.out_dims != STRAIGHT:
                 result = self.emit.method("permute", result, *attention.out_dims)
+            if attention.queries > 1:
+                result = self._laid_out(result, out)
             if out.dtype != q.dtype:
                 result = self.emit.method("to", result, out.dtype)
         result.meta["nn_module_stack"] = attention.out.meta.get("nn_module_stack")
@@ -257,17 +267,42 @@ class _Rewriter:
         )
         erase_unused(self.graph, attention.out)
 
-    def _sunk(self, result: fx.Node, attended: fx.Node, sink: Sink) -> fx.Node:
+    def _as_heads(self, attention: Attention) -> fx.Node:
+        """The query ``[B, Hq, L, D]`` as ``[B, Hq * L, 1, D]``: tokens are heads of one group, next to each other."""
+        if attention.queries == 1:
+            return attention.q
+        key = ("query", attention.q)
+        if key not in self.made:
+            flat = self.emit.method("flatten", attention.q, 1, 2)
+            self.made[key] = self.emit.method("unsqueeze", flat, 2)
+        return self.made[key]
+
+    def _sunk(self, result: fx.Node, attended: fx.Node, attention: Attention) -> fx.Node:
         """The result less the share of the sink: all of it times ``e^lse / (e^lse + e^sink)``, in fp32."""
-        call, method = self.emit.call, self.emit.method
+        call, method, sink = self.emit.call, self.emit.method, attention.sink
+        assert sink is not None
         score: object = sink.factor
         if sink.node is not None:
             score = call(operator.mul, method("float", sink.node), sink.factor)
-        lse = method("unsqueeze", call(operator.getitem, attended, 1), -1)
+        lse = call(operator.getitem, attended, 1)
+        if attention.queries == 1:
+            lse = method("unsqueeze", lse, -1)
+        else:
+            lse = method("unflatten", lse, 1, (-1, attention.queries))
         share = call(torch.sigmoid, call(operator.sub, lse, score))
         held = tensor(result)
         assert held is not None
         return method("to", call(operator.mul, method("float", result), share), held.dtype)
+
+    def _laid_out(self, result: fx.Node, out: torch.Tensor) -> fx.Node:
+        """The result in the memory layout of ``out``, whose views are in the graph."""
+        held = tensor(result)
+        assert held is not None
+        if all(map(same, held.stride(), out.stride())):
+            return result
+        order = sorted(range(out.ndim), key=lambda dim: -compat.hint(out.stride(dim)))
+        packed = self.emit.method("contiguous", self.emit.method("permute", result, *order))
+        return self.emit.method("permute", packed, *(order.index(dim) for dim in range(out.ndim)))
 
     # -- state
 
@@ -307,7 +342,9 @@ class _Rewriter:
                 join(self.emit, early.held, pool.table, early.moved)
             tail = (append(self.emit, plan, keys, values, bits, position, covered, pool),)
         arguments = (keys, bits, position, summary, covered, policy.algorithm, policy.page_size)
-        self.emit.call(_HSA.summarize.default, *arguments, *tail)
+        written = plan.site.keys.tokens
+        rest = tail if written == 1 else (None, written)
+        self.emit.call(_HSA.summarize.default, *arguments, *rest)
         return State(summary, pool)
 
     def _look_ahead(self, at: int, later: int) -> None:
@@ -323,9 +360,7 @@ class _Rewriter:
         assert read is not None and mine is not None
         with self.graph.inserting_before(ahead.anchor):
             keys = plan.site.keys.base
-            _, bits = self.masks.packed(
-                plan.site.attention.masks, keys, read, plan.policy.page_size
-            )
+            _, bits = self.masks.packed(plan.site.attention, keys, read, plan.policy.page_size)
             position = self.positions.of(now.site.keys, now.site.attention.k, mine)
             rule = self._rule(plan, keys)
             held, moved = fetch_early(self.emit, plan, summary, bits, position, pool, rule)
@@ -337,7 +372,7 @@ class _Rewriter:
         return (
             *(plan.site.attention.scale, policy.algorithm, policy.page_size),
             *self._budget(plan, keys),
-            *(plan.fraction, policy.sink, policy.recent, policy.group_reduce),
+            *(plan.fraction, policy.sink, plan.recent, policy.group_reduce),
         )
 
     def _budget(self, plan: LayerPlan, keys: fx.Node) -> tuple[object, object]:
@@ -349,7 +384,7 @@ class _Rewriter:
             operator.add, self.emit.call(operator.mul, tokens, plan.fraction), unit - 1
         )
         pages = self.emit.call(operator.floordiv, scaled, unit)
-        forced = forced_pages(plan.policy.sink, plan.policy.recent, plan.policy.page_size)
+        forced = forced_pages(plan.policy.sink, plan.recent, plan.policy.page_size)
         return self.emit.call(operator.add, pages, forced), 0  # the fraction is the budget
 
     # -- counters

@@ -5,12 +5,14 @@ import torch
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
+MAX_STEP = 16
+"""Tokens of one step, queries or new keys, up to which it counts as decoding."""
 MAX_PAGE_SIZE = 64
 MAX_POOL_SLOTS = 4096
 
 
 def kernel_limits(
-    dtype: torch.dtype, head_dim: int, value_dim: int, group: int, page_size: int
+    dtype: torch.dtype, head_dim: int, value_dim: int, group: int, page_size: int, queries: int = 1
 ) -> str | None:
     """Why the kernels cannot take such an attention, or None where they can.
 
@@ -20,6 +22,7 @@ def kernel_limits(
         value_dim: numbers in a value.
         group: query heads a KV head.
         page_size: tokens a page.
+        queries: query tokens; each is as a head more to the kernels.
     """
     if dtype not in DTYPES:
         return f"dtype {dtype} is not one of {', '.join(str(known) for known in DTYPES)}"
@@ -28,6 +31,9 @@ def kernel_limits(
             return f"{what} {size} is not between 1 and {MAX_HEAD_DIM}"
     if not 1 <= group <= MAX_GROUP:
         return f"{group} query heads a KV head are not between 1 and {MAX_GROUP}"
+    if queries > 1 and group * queries > MAX_GROUP:
+        rows = f"{group} query heads a KV head, {queries} query tokens each,"
+        return f"{rows} are more than {MAX_GROUP} rows"
     if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
         return f"page size {page_size} is not a power of two up to {MAX_PAGE_SIZE}"
     return None

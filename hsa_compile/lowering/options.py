@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .. import algorithms
 from ..ops.diff import MISSING
-from ..ops.summarize import MARK_FACTOR, MARKED_CHANNELS, NEVER
+from ..ops.summarize import LATELY, MARK_FACTOR, MARKED_CHANNELS, NEVER
 
 # Values end up as source text: a string carries its own quotes.
 Constants = dict[str, int | float | bool | str]
@@ -62,6 +62,7 @@ def summarize(
     bits: Rows,
     batch_position: bool,
     tail: bool = False,
+    written: int = 1,
 ) -> Constants:
     return {
         "ALGORITHM": repr(algorithm),
@@ -70,6 +71,8 @@ def summarize(
         "DIM": dim,
         "DIM_PAD": dim_pad(dim),
         "PAGE_SIZE": page_size,
+        "WRITTEN": written,
+        "LATELY": LATELY,
         "HAS_TAIL": tail,
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,

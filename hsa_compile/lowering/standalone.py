@@ -195,6 +195,7 @@ def summarize(
     algorithm: str,
     page_size: int,
     tail: Tensor | None = None,
+    written: int = 1,
     config: Config | None = None,
 ) -> None:
     """``hsa::summarize``."""
@@ -209,6 +210,7 @@ def summarize(
         rows_of(bits),
         position.numel() > 1,
         tail is not None,
+        written,
     )
     config = config or options.summarize_configs(page_size, dim)[0]
     inputs = {"keys": keys, "bits": bits, "position": position, "summary": summary}

@@ -19,9 +19,10 @@ def lower(
     algorithm: str,
     page_size: int,
     tail: Any = None,
+    written: int = 1,
 ) -> None:
     op = torch.ops.hsa.summarize.default
-    args = (keys, bits, position, summary, covered, algorithm, page_size, tail)
+    args = (keys, bits, position, summary, covered, algorithm, page_size, tail, written)
     device = keys.get_device()
     if not kernels.run_on(device):
         return eager(op, None, *args)
@@ -33,7 +34,7 @@ def lower(
         reason = reason or f"summaries are {summary.get_dtype()}, keys {keys.get_dtype()}"
     if tail is not None and tail.get_dtype() != keys.get_dtype():
         reason = reason or f"keys are {keys.get_dtype()}, those of the pool {tail.get_dtype()}"
-    written, unwritable = written_in_place({"summary": summary, "covered": covered})
+    stored, unwritable = written_in_place({"summary": summary, "covered": covered})
     reason = reason or unwritable
     if reason is not None:
         return eager(op, reason, *args)
@@ -41,7 +42,7 @@ def lower(
         "keys": compat.realize(keys),
         "bits": compat.realize(bits),
         "position": compat.realize(position),
-        **written,
+        **stored,
     }
     if tail is not None:
         inputs["tail"] = compat.realize(tail)
@@ -56,11 +57,12 @@ def lower(
             rows_of(bits),
             batch_position=not compat.expressions_equal(position.get_size()[0], 1),
             tail=tail is not None,
+            written=written,
         ),
         options.summarize_configs(page_size, dim),
         inputs,
         compat.contiguous_layout(device, torch.int32, (batch, kv_heads)),
         (batch, kv_heads, summary.get_size()[2]),
-        writes=tuple(written),
+        writes=tuple(stored),
     )
     return None

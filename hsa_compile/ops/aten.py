@@ -153,14 +153,17 @@ def summarize(
     algorithm: str,
     page_size: int,
     tail: Tensor | None = None,
+    written: int = 1,
 ) -> object:
     """``hsa::summarize`` for Inductor on a CPU: the page that is written into, in every step, and the bookkeeping.
 
     Which other pages are stale depends on data; ``hsa::store_summary`` sees to them and mostly finds none.
-    With a tail the op stays whole: it is for caches that a GPU reads from the host.
+    With a tail the op stays whole: it is for caches that a GPU reads from the host. So it does where the step writes
+    another number of tokens than one: how many pages these are in depends on data, too.
     """
     if (
         tail is not None
+        or written != 1
         or keys.device.type != "cpu"
         or position.dim() != 1
         or position.shape[0] != 1
@@ -179,9 +182,9 @@ def summarize(
     at = (page * page_size + torch.arange(page_size, device=keys.device)).clamp(max=tokens - 1)
     word = words.index_select(-1, page)
     present = unpack(word, page_size).squeeze(-2).unsqueeze(-1)
-    written = torch.where(present, keys.index_select(2, at), 0)
-    written = written.to(torch.promote_types(keys.dtype, torch.float32))
-    fresh = torch.where(word == 0, 0, algorithms.get(algorithm).summarize(written, present))
+    page_keys = torch.where(present, keys.index_select(2, at), 0)
+    page_keys = page_keys.to(torch.promote_types(keys.dtype, torch.float32))
+    fresh = torch.where(word == 0, 0, algorithms.get(algorithm).summarize(page_keys, present))
     fresh = fresh.to(summary.dtype)
     torch.ops.hsa.store_summary(
         keys, bits, position, fresh, others, left, summary, covered, algorithm, page_size

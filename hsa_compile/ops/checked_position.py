@@ -1,8 +1,9 @@
 """``hsa::checked_position``: a readable error before a static cache is written past its end.
 
-    position [1] or [] int64, capacity (tokens), from_end  ->  the same position
+    position [N] or [] int64, capacity (tokens), from_end  ->  the same position
 
-With ``from_end`` a negative position is one that indexing counts from the end of the cache.
+Every one of N positions is looked at. With ``from_end`` a negative position is one that indexing counts from the end of
+the cache.
 
 Compiled indexing reports an overrun late and without a name, or not at all. On a CPU the rewrite
 passes the position of a static cache through this op before the model's own write. On a GPU looking
@@ -22,7 +23,8 @@ define("checked_position(Tensor position, SymInt capacity, bool from_end) -> Ten
 
 def checked_position(position: Tensor, capacity: int, from_end: bool) -> Tensor:
     """Raises ``CacheError`` where a position is outside ``[0, capacity)`` (or ``[-capacity, capacity)``)."""
-    refuse_overrun(int(position), capacity, from_end)
+    for at in position.reshape(-1).tolist():
+        refuse_overrun(at, capacity, from_end)
     return position.clone()
 
 

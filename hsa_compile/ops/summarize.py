@@ -1,22 +1,30 @@
 """``hsa::summarize``: keep a cache's page summaries true to its keys.
 
-    keys     [B, Hkv, S, D]        the cache, this step's token already written
+    keys     [B, Hkv, S, D]        the cache, this step's tokens already written
     bits     [Bm, Hm, P]           packed mask of this step (``hsa::page_mask``); Bm in {1, B}, Hm in {1, Hq}
-    position [1] or [B] int64      where this step's token was written
+    position [1] or [B] int64      where the first of this step's tokens was written
     summary  [B, Hkv, P, R]        written; R = algorithm's parts x D, in the dtype of the keys
     covered  [B, Hkv, P, 2] int64  written; which tokens a summary describes, and what the next step should find
     tail     [B, Hkv, T, D]        the slot of the position's page in a pool (``hsa::append``), or None; T = page_size
+    written                        how many tokens this step wrote, one behind the other; one where there is a tail
 
 A page is stale, and is summarised anew over the tokens that any query head of the KV head can attend, when
 
 - the tokens that can be attended are not those it covers (growth, a crop, a window that moved, another padding), or
 - this step wrote into it, or
 - the next step does not find what this one left: a position one further, and before it the key that was written here
-  (the cache was written elsewhere, or this state is new: expected is -1).
+  (the cache was written elsewhere, or this state is new: expected is -1). A position up to ``LATELY`` further will do,
+  with that key where it was; then the pages of all tokens from there on are stale.
+
+A step of several tokens leaves what it found: its first position and the key before that. Tokens of it may be taken
+back, and the next step write over them, without another page being summarised anew.
 
 What is expected is one word, ``expected``: the position, and 31 bits of the key before it. That key depends on all
 tokens before it, in every layer but the first, so a request that took the place of another is seen by it where nothing
 else tells: a tensor of ``torch.inference_mode`` has no version counter.
+
+A step whose tokens may lie apart says ``APART`` for their position. No step leaves that, and such a step leaves
+``NEVER``: then, and in the step after it, all pages are summarised anew.
 
 Where keys are memory of the host, a step should not read them. With ``tail`` it does not, while nothing but this step's
 write makes a page stale: the key written here and the one before it are in the slot (where the position opens a page,
@@ -40,6 +48,9 @@ from ._library import define, implement
 from .page_mask import unpack
 
 NEVER = -1
+APART = -64
+"""The position of tokens that do not lie one behind the other."""
+LATELY = 16
 # Channels of the last key that are looked at, and what they are multiplied with.
 MARKED_CHANNELS = 4
 MARK_FACTOR = 31
@@ -48,7 +59,7 @@ _NUMBERS_AT_ONCE = 1 << 19
 
 define(
     "summarize(Tensor keys, Tensor bits, Tensor position, Tensor(a!) summary, Tensor(b!) covered, "
-    "str algorithm, int page_size, Tensor? tail=None) -> ()"
+    "str algorithm, int page_size, Tensor? tail=None, int written=1) -> ()"
 )
 define(
     "store_summary(Tensor keys, Tensor bits, Tensor position, Tensor fresh, Tensor others, Tensor left, "
@@ -69,13 +80,36 @@ def expected(keys: Tensor, position: Tensor, tail: Tensor | None = None) -> Tens
         key = keys.index_select(2, before).squeeze(2)
     else:
         key = keys[torch.arange(keys.shape[0], device=keys.device), :, before]
-    mark = torch.zeros((), dtype=torch.int64, device=keys.device)
-    for channel in range(min(MARKED_CHANNELS, keys.shape[3])):
+    return _word(key, position.unsqueeze(-1))
+
+
+def _word(key: Tensor, position: Tensor) -> Tensor:
+    """``key [B, Hkv, D]`` is the one before ``position [1 or B, 1 or Hkv]``."""
+    mark = torch.zeros((), dtype=torch.int64, device=key.device)
+    for channel in range(min(MARKED_CHANNELS, key.shape[2])):
         bits = key[..., channel].float().view(torch.int32).to(torch.int64)
         mark = mark + bits * MARK_FACTOR**channel
     mark = (mark ^ torch.bitwise_right_shift(mark, 16)) & 0x7FFFFFFF  # half types have no low bits
-    mark = torch.where(position.unsqueeze(-1) > 0, mark, 0)
-    return (mark << 32) | position.unsqueeze(-1)
+    mark = torch.where(position > 0, mark, 0)
+    return (mark << 32) | position
+
+
+def _found(
+    keys: Tensor, position: Tensor, covered: Tensor, tail: Tensor | None, written: int
+) -> tuple[Tensor, Tensor]:
+    """What this step finds as it should, ``[B, Hkv, P]``; and from where on it is not to be trusted for all that."""
+    held, at = covered.select(-1, 1), position.reshape(-1, 1, 1)
+    found = expected(keys, position, tail).unsqueeze(-1)
+    left = held[:, :, :1]
+    if tail is None and written and not torch.equal(left, found):
+        since = left & 0xFFFFFFFF
+        lately = (since <= at) & (at - since <= LATELY)
+        since = torch.where(lately, since, at)
+        before = (since - 1).clamp(min=0).unsqueeze(-1).expand(-1, -1, 1, keys.shape[3])
+        again = _word(keys.gather(2, before).squeeze(2), since.squeeze(-1)).unsqueeze(-1)
+        known = lately & (again == left)
+        found, at = torch.where(known, left, found), torch.where(known, since, at)
+    return held == found, at
 
 
 def kv_head_words(bits: Tensor, kv_heads: int) -> Tensor:
@@ -157,21 +191,24 @@ def _refresh(
     algorithm: str,
     page_size: int,
     tail: Tensor | None = None,
+    count: int = 1,
 ) -> None:
-    """Bring the summary up to date, but not yet what it covers.
+    """Bring the summary up to date, but not yet what it covers; ``count`` tokens were written.
 
-    While a request decodes, the page written into is the only stale one. That case is told apart first and costs no
-    index tensors.
+    While a request decodes, the pages written into are the only stale ones. A single one is told apart first and costs
+    no index tensors.
     """
     score = algorithms.get(algorithm)
     words = kv_head_words(bits, keys.shape[1])
-    at = position.reshape(-1, 1, 1)
-    met = covered.select(-1, 1) == expected(keys, position, tail).unsqueeze(-1)
+    met, since = _found(keys, position, covered, tail, count)
     stale = (covered.select(-1, 0) != words) | ~met
-    written = {p // page_size for p in position.tolist()}
+    first = since // page_size
+    last = (position.reshape(-1, 1, 1) + count - 1) // page_size if count else first - 1
+    written = {*first.flatten().tolist(), *last.flatten().tolist()}
     page = written.pop()
-    if written or page >= words.shape[2]:
-        here = torch.arange(words.shape[2], device=words.device) == at // page_size
+    if written or not 0 <= page < words.shape[2]:
+        pages = torch.arange(words.shape[2], device=words.device)
+        here = (first <= pages) & (pages <= last)
         stale |= here
         if tail is not None:
             rows = here & met
@@ -224,10 +261,14 @@ def summarize(
     algorithm: str,
     page_size: int,
     tail: Tensor | None = None,
+    written: int = 1,
 ) -> None:
     """PyTorch implementation: work in proportion to the stale pages, beside one look at the words."""
-    _refresh(keys, bits, position, summary, covered, algorithm, page_size, tail)
-    _cover(covered, bits, keys.shape[1], expected(keys, position + 1, tail))
+    _refresh(keys, bits, position, summary, covered, algorithm, page_size, tail, written)
+    left = expected(keys, position if written > 1 else position + written, tail)
+    if written > 1:
+        left = torch.where(position.unsqueeze(-1) < 0, NEVER, left)
+    _cover(covered, bits, keys.shape[1], left)
 
 
 def fake(
@@ -239,6 +280,7 @@ def fake(
     algorithm: str,
     page_size: int,
     tail: Tensor | None = None,
+    written: int = 1,
 ) -> None:
     return None
 

@@ -63,7 +63,7 @@ def bind(
         Bindings(
             summaries,
             tuple(
-                GrowingBinding(at[held.view], held.places, held.on_host)
+                GrowingBinding(at[held.view], held.places, held.on_host, held.tokens)
                 for held in rewritten.growing
             ),
             tuple(
@@ -108,6 +108,7 @@ def _summary(
         growing=site.cache_input in grown,
         moves_to=outputs.index(cache.write.name) if cache.kind == "functional" else None,
         values=at[site.values_input] if site.plan.pool_slots else None,
+        only_read=cache.kind == "fixed",
         overrun=None if site.write is None else _overrun(site.write, at, readers),
     )
 
@@ -115,7 +116,7 @@ def _summary(
 def _overrun(write: PositionOfWrite, at: dict[fx.Node, int], readers: Any) -> OverrunCheck:
     arguments = tuple(at[node] for node in write.inputs)
     capacity = size_reader(write.capacity, readers)
-    return OverrunCheck(write.compute, arguments, capacity, write.from_end)
+    return OverrunCheck(write.compute, arguments, capacity, write.from_end, write.tokens)
 
 
 def _told_apart(summaries: tuple[SummaryBinding, ...]) -> tuple[SummaryBinding, ...]:

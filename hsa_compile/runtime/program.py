@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .growing import with_room_for_one
+from .growing import with_room_for
 from .host_tier import move_to_host
 from .offload import join_all
 from .overrun import OverrunCheck
@@ -36,6 +36,8 @@ class SummaryBinding:
     ordinal: int = 0
     """Which of several summaries of the same keys, under different masks, this is."""
     overrun: OverrunCheck | None = None
+    only_read: bool = False
+    """The graph does not write the cache: if it changes in a step all the same, the summary is not true to it."""
 
     def read(self, inputs: Sequence[object]) -> tuple[Tensor, ...]:
         """The tensors of the cache that the state depends on."""
@@ -45,11 +47,12 @@ class SummaryBinding:
 
 @dataclass(frozen=True)
 class GrowingBinding:
-    """One tensor of a growing cache: its argument becomes a view with room for one token, which is also an output."""
+    """One tensor of a growing cache: its argument becomes a view with room for ``tokens``, which is also an output."""
 
     argument: int
     outputs: tuple[int, ...]
     on_host: bool = False
+    tokens: int = 1
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,15 @@ class Program:
             join_all()
         for cache in self.growing:
             held: Tensor = inputs[cache.argument]  # type: ignore[assignment]
-            inputs[cache.argument] = with_room_for_one(held, cache.on_host)
+            inputs[cache.argument] = with_room_for(held, cache.tokens, cache.on_host)
         states = [self._state(binding, inputs, arguments) for binding in self.summaries]
         extra: list[Tensor] = []
         for binding, state in zip(self.summaries, states, strict=True):
             if binding.overrun is not None:
                 binding.overrun(state, arguments)
             extra.extend(state.inputs(binding.pages(arguments)))
+            if binding.only_read:
+                settle(state, binding.read(inputs))
         results = self.inner(*inputs, *extra, *(block.values for block in self.blocks))
         outputs = self._assemble(results, inputs)
         for binding, state in zip(self.summaries, states, strict=True):
@@ -126,7 +131,8 @@ class Program:
                 held, moved = inputs[binding.argument], outputs[binding.moves_to]
                 OWNERS.move(root_of(held), root_of(moved))  # type: ignore[arg-type]
                 inputs[binding.argument] = moved
-            settle(state, binding.read(inputs))
+            if not binding.only_read:
+                settle(state, binding.read(inputs))
         for block in self.blocks:
             block.step(arguments)
         self.steps += 1

@@ -50,6 +50,12 @@ def scores_of(q: Tensor, keys: Tensor) -> Tensor:
     return q @ repeat(keys).mT / math.sqrt(SIZE)
 
 
+@torch.library.custom_op("hsa_tests::write_all", mutates_args=("keys", "values"))
+def write_all(k: Tensor, keys: Tensor, v: Tensor, values: Tensor, at: Tensor) -> None:
+    """A write that only the schema of an operator tells, as serving engines have it."""
+    write(keys, values, k, v, at)
+
+
 # The attention
 
 
@@ -245,24 +251,24 @@ def einsum_of_three_letters(q, k, v, keys, values, at, keep):
     return torch.einsum("bhqk,bhkd->bhd", weights, repeat(values))
 
 
-@left("2 query tokens: only decoding of a single token is rewritten")
-def two_queries(q, k, v, keys, values, at, keep):
+@left("17 query tokens: only steps of up to 16 are rewritten")
+def many_queries(q, k, v, keys, values, at, keep):
     write(keys, values, k, v, at)
-    return dense(torch.cat([q, q], 2), keys, values, keep)
-
-
-@left("2 query tokens: only decoding of a single token is rewritten")
-def groups_folded_into_queries(q, k, v, keys, values, at, keep):
-    write(keys, values, k, v, at)
-    folded = q.reshape(2, KV_HEADS, HEADS // KV_HEADS, SIZE)
-    return F.scaled_dot_product_attention(folded, keys, values, keep).reshape(q.shape)
+    return dense(q.repeat(1, 1, 17, 1), keys, values, keep)
 
 
 # The cache
 
 
-@left("the keys are an input that this graph does not write: no KV cache is updated here")
-def cross_attention(q, k, v, keys, values, at, keep):
+@left("the keys are in a fixed cache and the values in a static one")
+def values_written_alone(q, k, v, keys, values, at, keep):
+    values[:, :, at] = v
+    return dense(q, keys, values, keep)
+
+
+@left("the keys are given to `write_all`, which may write them")
+def written_by_an_operator(q, k, v, keys, values, at, keep):
+    torch.ops.hsa_tests.write_all(k, keys, v, values, at)
     return dense(q, keys, values, keep)
 
 
@@ -373,18 +379,27 @@ def written_everywhere(q, k, v, keys, values, at, keep):
     return dense(q, keys, values, keep)
 
 
-@left("2 positions of the keys are written at once, by a torch.int64 index")
-def two_positions(q, k, v, keys, values, at, keep):
-    at = torch.cat([at - 1, at])
-    keys[:, :, at] = torch.cat([k, k], 2)
-    values[:, :, at] = torch.cat([v, v], 2)
+@left(
+    "17 positions of the keys are written at once, by a torch.int64 index: only a fixed number up to 16"
+)
+def many_positions(q, k, v, keys, values, at, keep):
+    at = at - torch.arange(17).flip(0)
+    keys[:, :, at] = k.repeat(1, 1, 17, 1)
+    values[:, :, at] = v.repeat(1, 1, 17, 1)
     return dense(q, keys, values, keep)
 
 
-@left("more than one token of the keys is written, or their number is not known")
-def two_tokens(q, k, v, keys, values, at, keep):
-    keys[:, :, 60:62] = torch.cat([k, k], 2)
-    values[:, :, 60:62] = torch.cat([v, v], 2)
+@left("more than 16 tokens of the keys are written, or their number is not known")
+def many_tokens(q, k, v, keys, values, at, keep):
+    keys[:, :, 60:77] = k.repeat(1, 1, 17, 1)
+    values[:, :, 60:77] = v.repeat(1, 1, 17, 1)
+    return dense(q, keys, values, keep)
+
+
+@left("1 tokens of keys and 2 of values are written")
+def more_values_than_keys(q, k, v, keys, values, at, keep):
+    keys[:, :, 60:61] = k
+    values[:, :, 60:62] = v.repeat(1, 1, 2, 1)
     return dense(q, keys, values, keep)
 
 
@@ -416,10 +431,10 @@ def concatenated_from_three(q, k, v, keys, values, at, keep):
     return dense(q, keys, values, None), keys, values
 
 
-@left("more than one token is appended to the keys")
-def two_appended(q, k, v, keys, values, at, keep):
+@left("more than 16 tokens are appended to the keys, or their number varies")
+def many_appended(q, k, v, keys, values, at, keep):
     keys, values = (
-        torch.cat([old, new.repeat(1, 1, 2, 1)], 2) for old, new in ((keys, k), (values, v))
+        torch.cat([old, new.repeat(1, 1, 17, 1)], 2) for old, new in ((keys, k), (values, v))
     )
     return dense(q, keys, values, None), keys, values
 

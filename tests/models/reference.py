@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hsa_compile import LayerPolicy, algorithms
+from hsa_compile.lowering.limits import MAX_STEP
 from hsa_compile.ops.page_mask import attendable, page_mask
 from hsa_compile.ops.select import FRACTION_UNIT, select_reference
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
@@ -50,12 +52,24 @@ def sparse_attention(
     softcap: float = 0.0,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """One step by the rule: q ``[B, Hq, 1, D]``, mask ``[1 or B, 1 or Hq, 1, S]`` boolean, additive or None.
+    """One step by the rule: q ``[B, Hq, L, D]``, mask ``[1 or B, 1 or Hq, 1 or L, S]`` boolean, additive or None.
 
-    ``sink`` is one more score in the denominator, ``[1 or B, 1 or Hq, 1, 1]``.
+    ``sink`` is one more score in the denominator, ``[1 or B, 1 or Hq, 1, 1]``. Several queries are as many heads of a
+    group, and the last tokens that are always read are at least as many.
     """
     if mask is None:
         mask = torch.ones((1, 1, 1, keys.shape[2]), dtype=torch.bool)
+    batch, heads, queries, _ = q.shape
+    if queries > 1:
+        mask = mask.expand(-1, heads, queries, -1).flatten(1, 2).unsqueeze(2)
+        if sink is not None:
+            sink = sink.expand(-1, heads, queries, -1).flatten(1, 2).unsqueeze(2)
+        q, policy = (
+            q.flatten(1, 2).unsqueeze(2),
+            replace(policy, recent=max(policy.recent, queries)),
+        )
+        out = sparse_attention(q, keys, values, mask, scale, policy, softcap, sink)
+        return out.view(batch, heads, queries, -1)
     mask = mask.expand(q.shape[0], -1, -1, -1)
     bits = page_mask(mask, policy.page_size)
     summary = page_summaries(keys, attendable(mask), policy)
@@ -87,7 +101,7 @@ def sparse_attention(
 
 @contextmanager
 def by_the_rule(model: Any, policy: LayerPolicy) -> Iterator[Any]:
-    """``model``, decoding with the rule in the place of attention; prefill stays dense."""
+    """``model``, decoding with the rule in the place of attention; a prefill of more than a few tokens stays dense."""
 
     def forward(
         module: nn.Module,
@@ -97,9 +111,14 @@ def by_the_rule(model: Any, policy: LayerPolicy) -> Iterator[Any]:
         attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
+        position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        if query.shape[2] > 1:
+        if position_bias is not None:
+            lowest = torch.finfo(query.dtype).min
+            keep = True if attention_mask is None else attention_mask
+            attention_mask = torch.where(torch.as_tensor(keep), position_bias, lowest)
+        if query.shape[2] > MAX_STEP:
             return dense(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = sparse_attention(query, key, value, attention_mask, scale, policy)
@@ -109,9 +128,13 @@ def by_the_rule(model: Any, policy: LayerPolicy) -> Iterator[Any]:
     transformers.AttentionInterface.register(_NAME, forward)
     masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     transformers.AttentionMaskInterface.register(_NAME, masks["sdpa"])
-    before = model.config._attn_implementation
-    model.config._attn_implementation = _NAME
+    # Encoder and decoder may have configurations of their own.
+    configs = {id(m.config): m.config for m in (model, *model.modules()) if hasattr(m, "config")}
+    before = [config._attn_implementation for config in configs.values()]
+    for config in configs.values():
+        config._attn_implementation = _NAME
     try:
         yield model
     finally:
-        model.config._attn_implementation = before
+        for config, name in zip(configs.values(), before, strict=True):
+            config._attn_implementation = name

@@ -262,7 +262,7 @@ def soft_cap_then_bias(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) ->
 def sinks(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
     """As gpt-oss has them: one more column, which has no value."""
     scores = q @ repeat(keys).mT * USUAL + additive(keep)
-    joined = torch.cat([scores, SINKS.expand(q.shape[0], -1, -1, -1)], dim=-1)
+    joined = torch.cat([scores, SINKS.expand(q.shape[0], -1, q.shape[2], -1)], dim=-1)
     joined = joined - joined.max(dim=-1, keepdim=True).values
     weights = F.softmax(joined, dim=-1, dtype=joined.dtype)[..., :-1]
     return F.dropout(weights, 0.1, training=False).to(values.dtype) @ repeat(values)
@@ -271,7 +271,7 @@ def sinks(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
 def sinks_first(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
     """Before the keys, and scaled with them."""
     scores = (q @ repeat(keys).mT).masked_fill(~keep, -math.inf)
-    joined = torch.cat((SINKS.expand(q.shape[0], -1, -1, -1), scores), 3) * 0.4
+    joined = torch.cat((SINKS.expand(q.shape[0], -1, q.shape[2], -1), scores), 3) * 0.4
     return joined.softmax(-1)[..., 1:] @ repeat(values)
 
 
@@ -284,7 +284,7 @@ def off_by_one(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
 def cap_and_sinks(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
     scores = torch.tanh(q @ repeat(keys).mT * USUAL / 0.5) * 0.5
     scores = scores.masked_fill(~keep, -math.inf)
-    joined = torch.cat([scores, SINKS.expand(q.shape[0], -1, -1, -1)], dim=-1)
+    joined = torch.cat([scores, SINKS.expand(q.shape[0], -1, q.shape[2], -1)], dim=-1)
     return joined.softmax(-1)[..., :-1] @ repeat(values)
 
 

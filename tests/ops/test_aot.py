@@ -49,6 +49,7 @@ class Case:
     pool: bool = False
     fetches: bool = False
     softcap: float = 0.0
+    written: int = 1
 
     def kernel(self, name: str) -> Kernel:
         heads, pages = self.kv_heads * self.group, self.tokens // self.page
@@ -87,6 +88,7 @@ class Case:
                     rows,
                     False,
                     self.pool,
+                    self.written,
                 ),
                 options.summarize_configs(self.page, self.dim),
                 inputs,
@@ -251,6 +253,20 @@ def test_compiles_with_a_row_of_the_mask_a_head(child: Check, name: str) -> None
 @pytest.mark.parametrize("literal", [True, False])
 def test_summaries_with_a_tail_compile(child: Check, literal: bool) -> None:
     child(check_compiles, Case(pool=True), "summarize", early=True, literal=literal)
+
+
+@pytest.mark.parametrize("written", [0, 5, 16])
+def test_summaries_of_several_tokens_compile(child: Check, written: int) -> None:
+    child(check_compiles, Case(written=written), "summarize", early=True)
+    case = Case(written=written, per_head=True, known_pages=False)
+    child(check_compiles, case, "summarize", literal=False)
+
+
+@pytest.mark.parametrize("name", ["page_scores", "top_pages", "sparse_attention"])
+@pytest.mark.parametrize("group", [20, 64])
+def test_several_query_tokens_compile(child: Check, name: str, group: int) -> None:
+    """Four and more heads a KV head, five and more tokens each, under a mask and a bias with a row each."""
+    child(check_compiles, Case(group=group, per_head=True, bias=True), name, early=True)
 
 
 def test_capped_attention_compiles(child: Check) -> None:

@@ -12,7 +12,7 @@ from hsa_compile.lowering import standalone
 from hsa_compile.lowering.options import Config
 from hsa_compile.ops.page_mask import page_mask
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages, select_reference
-from hsa_compile.ops.summarize import summarize
+from hsa_compile.ops.summarize import APART, summarize
 
 from .interpreted import Check, Shape, child_process, make_cache, make_mask, poison, state
 
@@ -60,6 +60,62 @@ def check_only_stale(shape: Shape) -> None:
     # The position expected, and before it another key than the one that was written there: likewise.
     before = summary.clone()
     standalone.summarize(keys * 4, bits, position + 1, summary, covered, "cuboid", shape.page)
+    assert (summary != before).any(-1).all()
+
+
+def check_several(shape: Shape, written: int, kind: str, kept: int, algorithm: str) -> None:
+    """Steps of several tokens, some taken back, tokens apart, and a step that writes nothing: as the op has them."""
+    mask = make_mask(kind, shape)
+    keys = make_cache(shape, shape.dim, torch.float32, True)
+    pages = -(-shape.tokens // shape.page)
+    got, want = (state(shape, pages, algorithm, torch.float32) for _ in range(2))
+    at = 9 + torch.arange(shape.batch if "batch" in kind else 1)
+    token = torch.arange(shape.tokens)
+    steps = [at + kept * i for i in range(4)] + [torch.full_like(at, APART), at]
+    for i, position in enumerate(steps):
+        seen = mask & (token < position.view(-1, 1, 1, 1) + written) if i < 4 else mask
+        bits = page_mask(seen, shape.page)
+        for b in range(shape.batch):
+            first = int(position[b if len(position) > 1 else 0])
+            here = slice(max(first, 0), max(first, 0) + written)
+            keys[b, :, here] = torch.randn(shape.kv_heads, written, shape.dim)
+        summarize(keys, bits, position, *want, algorithm, shape.page, None, written)
+        standalone.summarize(keys, bits, position, *got, algorithm, shape.page, None, written)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-6, atol=1e-6)
+        assert torch.equal(got[1], want[1])
+    # Nothing is written: what was left is found, and stale is only what the mask says.
+    position = torch.full_like(at, shape.tokens)
+    for op, held in ((summarize, want), (standalone.summarize, got)):
+        op(keys, bits, position, *held, algorithm, shape.page, None, 0)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-6, atol=1e-6)
+    before = got[0].clone()
+    mask[..., 0] = ~mask[..., 0]
+    bits = page_mask(mask, shape.page)
+    edited = keys * 2
+    edited[:, :, -1] = keys[:, :, -1]
+    standalone.summarize(edited, bits, position, *got, algorithm, shape.page, None, 0)
+    assert torch.equal(got[0][:, :, 1:], before[:, :, 1:])
+    assert torch.equal(got[1][..., 1], want[1][..., 1])
+
+
+def check_taken_back(shape: Shape, written: int) -> None:
+    """Pages before the last step's tokens are not read again, in any block of pages."""
+    keys = torch.randn(shape.batch, shape.kv_heads, shape.tokens, shape.dim)
+    bits = page_mask(torch.ones(1, 1, 1, shape.tokens, dtype=torch.bool), shape.page)
+    summary, covered = state(shape, bits.shape[-1], "cuboid", torch.float32)
+    first = shape.tokens - 40
+    rest = (bits, torch.tensor([first]), summary, covered, "cuboid", shape.page, None, 5)
+    standalone.summarize(keys, *rest)
+    before = summary.clone()
+    edited = keys * 2
+    edited[:, :, first - 1] = keys[:, :, first - 1]
+    rest = (bits, torch.tensor([first + 2]), summary, covered, "cuboid", shape.page, None, written)
+    standalone.summarize(edited, *rest)
+    changed = (summary != before).any(-1).all(0).all(0).nonzero().flatten().tolist()
+    assert changed == list(range(first // shape.page, (first + 1 + written) // shape.page + 1))
+    # Another key there: everything is read again.
+    rest = (bits, torch.tensor([first + 4]), summary, covered, "cuboid", shape.page, None, written)
+    standalone.summarize(keys * 3, *rest)
     assert (summary != before).any(-1).all()
 
 
@@ -155,6 +211,30 @@ def test_summaries_of_masked_caches(interpreted: Check, shape: Shape, kind: str)
 
 def test_only_stale_pages_are_summarised(interpreted: Check) -> None:
     interpreted(check_only_stale, Shape(tokens=16 * 70))
+
+
+@pytest.mark.parametrize(
+    ("shape", "written", "kind", "kept"),
+    [
+        (Shape(tokens=100), 5, "row full", 5),
+        (Shape(tokens=100), 5, "batch full", 2),
+        (Shape(tokens=100, dim=24, page=32), 16, "row full", 13),
+        (Shape(tokens=130, page=64), 2, "batch full", 1),
+        (Shape(tokens=100, group=6), 3, "heads full", 3),
+    ],
+    ids=str,
+)
+def test_summaries_of_several_tokens(
+    interpreted: Check, shape: Shape, written: int, kind: str, kept: int
+) -> None:
+    interpreted(check_several, shape, written, kind, kept, "cuboid")
+    interpreted(check_several, shape, written, kind, kept, "quest")
+
+
+@pytest.mark.parametrize("written", [1, 5, 16])
+def test_tokens_that_were_taken_back(interpreted: Check, written: int) -> None:
+    interpreted(check_taken_back, Shape(tokens=16 * 70), written)
+    interpreted(check_taken_back, Shape(tokens=16 * 70 - 9, batch=1), written)
 
 
 @pytest.mark.parametrize("reduce", ["softmax_mean", "max"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hsa_compile
-from hsa_compile.runtime.growing import token_major_strides, with_room_for_one
+from hsa_compile.runtime.growing import token_major_strides, with_room_for
 
 from .helpers import HEADS, KV_HEADS, POLICY, SIZE, Decoder, reference_step
 
@@ -167,11 +167,11 @@ def test_pages_stay_in_the_pool_while_it_grows(model: Growing, grad_mode: str) -
 def test_only_the_newest_view_grows_in_place() -> None:
     old = torch.randn(2, 3, 5, 4)
     with torch.no_grad():
-        first = with_room_for_one(old)
+        first = with_room_for(old)
         assert first.shape == (2, 3, 6, 4)
         assert first.stride() == token_major_strides(2, 3, 4)
         torch.testing.assert_close(first[:, :, :5], old)
-        second = with_room_for_one(first)
+        second = with_room_for(first)
         assert second.data_ptr() == first.data_ptr()
-        assert with_room_for_one(first).data_ptr() != first.data_ptr()
-        assert with_room_for_one(second[:1]).data_ptr() != first.data_ptr()
+        assert with_room_for(first).data_ptr() != first.data_ptr()
+        assert with_room_for(second[:1]).data_ptr() != first.data_ptr()
