@@ -406,6 +406,52 @@ return [2, 1, 64] f32
 """,
         )
 
+    def test_several_tokens(self) -> None:
+        call = {"x": torch.randn(2, 5, 64), "input_pos": torch.arange(100, 105)}
+        result = lowered(GptFast(), call, policy=POLICY)
+        self.assertExpectedInline(
+            format_graph(result),
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 32] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_counters_0 = input [1, 2] i64
+position_0 = hsa.checked_position([5] i64, 128, True)
+setitem(keys_0, (:, :, position_0), [2, 2, 5, 16] f32)
+setitem(values_0, (:, :, position_0), [2, 2, 5, 16] f32)
+bits_0 = hsa.page_mask([1, 5, 1, 128] b8, 16)
+hsa.summarize(keys_0, [1, 20, 8] i64, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16, None, 5)
+ids_0, counts_0 = hsa.select([2, 20, 1, 16] f32, hsa_summary_0, [1, 20, 8] i64, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 20, 1, 16] f32, keys_0, values_0, ids_0, None, [1, 20, 8] i64, None, 0.25, 16)
+return [2, 5, 64] f32
+""",
+        )
+
+    def test_only_read(self) -> None:
+        def cross(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+            scores = q @ keys.mT / 4.0 + hidden
+            return scores.softmax(-1) @ values
+
+        keys, values = torch.randn(2, 2, 4, 120, 16).unbind()
+        call = {"q": torch.randn(2, 4, 1, 16), "keys": keys, "values": values}
+        result = lowered(cross, {**call, "hidden": torch.zeros(2, 1, 1, 120)}, policy=POLICY)
+        self.assertExpectedInline(
+            format_graph(result),
+            """\
+keys_0 = input [2, 4, 120, 16] f32
+values_0 = input [2, 4, 120, 16] f32
+hsa_summary_0 = input [2, 4, 8, 32] f32
+hsa_covered_0 = input [2, 4, 8, 2] i64
+hsa_counters_0 = input [1, 2] i64
+bits_0 = hsa.page_mask([2, 1, 1, 120] f32, 16)
+hsa.summarize(keys_0, bits_0, full((1), 120), hsa_summary_0, hsa_covered_0, cuboid, 16, None, 0)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, None, bits_0, [2, 1, 1, 120] f32, 0.25, 16)
+return out_0
+""",
+        )
+
     def test_own_cache(self) -> None:
         q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 4, 16)
         hidden = torch.arange(128)[None, None, None] > 100
