@@ -1,7 +1,7 @@
 """The masks of an attention site as the ops take them: a packed word a page, and a bias where a term is additive.
 
 before: masked_fill(scores, drop, -inf) + bias
-after:  bits = page_mask(where(drop, -inf, 0) + bias); the bias itself
+after:  bits = page_mask(where(drop, -inf, 0) + bias); the bias itself; page_bias(bias)
 
 Several query tokens are as many heads to the ops: a mask that differs between them has a row a (head, token).
 """
@@ -53,6 +53,15 @@ class Masks:
             whole = self._a_row_each(self._rows(bias), bias, heads, queries)
             self.made[spread] = whole
         return self.made[spread], self.made[packed]
+
+    def of_pages(self, bias: fx.Node | None, page_size: int) -> fx.Node | None:
+        """What a bias of :meth:`packed` adds to each page, or None where there is none."""
+        if bias is None:
+            return None
+        key = ("pages", bias, page_size)
+        if key not in self.made:
+            self.made[key] = self.emit.call(torch.ops.hsa.page_bias.default, bias, page_size)
+        return self.made[key]
 
     def _rows(self, mask: fx.Node) -> fx.Node:
         """``[Bm, Hm, Lm, S]`` as ``[Bm, Hm * Lm, 1, S]``."""

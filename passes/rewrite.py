@@ -221,7 +221,8 @@ class _Rewriter:
                 state.summary,
                 bits,
                 *self._rule(plan, keys),
-                *((plan.ahead,) if plan.ahead else ()),
+                *((plan.ahead,) if plan.ahead or bias is not None else ()),
+                *(() if bias is None else (self.masks.of_pages(bias, policy.page_size),)),
             )
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)

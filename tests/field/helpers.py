@@ -18,6 +18,7 @@ from hsa_compile.ops.sparse_attention import sparse_attention_reference
 from hsa_compile.ops.summarize import per_kv_head
 from hsa_compile.policy import LayerPolicy
 from hsa_compile.site import SiteReport
+from tests.models.reference import mean_bias
 
 CAPACITY = 128
 PAGE = 16
@@ -103,6 +104,7 @@ def rule(policy: Mapping[str, object], scale: float | None = None) -> Attend:
             budget,
             fraction,
             *rest,
+            bias=None if mask.dtype == torch.bool else mean_bias(mask, asked.page_size),
         )
         bias = None if mask.dtype == torch.bool else mask
         args = (q, keys, values, ids, None, bits, bias, factor, asked.page_size)

@@ -95,6 +95,7 @@ class Printer:
         name = node.target._opname
         results = {
             "page_mask": "bits",
+            "page_bias": "added",
             "checked_position": "position",
             "select": "ids, counts",
             "sparse_attention": "out, lse",

@@ -372,13 +372,14 @@ index_copy_(keys_0, 2, position_0, [2, 4, 1, 16] f32)
 index_copy_(values_0, 2, position_0, [2, 4, 1, 16] f32)
 bits_0 = hsa.page_mask([2, 1, 1, 128] f32, 16)
 hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
+added_0 = hsa.page_bias([2, 1, 1, 128] f32, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean, 0, added_0)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, None, bits_0, [2, 1, 1, 128] f32, 0.25, 16)
 position_1 = hsa.checked_position([1] i64, 128, False)
 index_copy_(keys_1, 2, position_1, [2, 4, 1, 16] f32)
 index_copy_(values_1, 2, position_1, [2, 4, 1, 16] f32)
 hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
-ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean, 0, added_0)
 out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_1, None, bits_0, [2, 1, 1, 128] f32, 0.25, 16)
 return [2, 1, 128] f32
 """,
@@ -446,7 +447,8 @@ hsa_covered_0 = input [2, 4, 8, 2] i64
 hsa_counters_0 = input [1, 2] i64
 bits_0 = hsa.page_mask([2, 1, 1, 120] f32, 16)
 hsa.summarize(keys_0, bits_0, full((1), 120), hsa_summary_0, hsa_covered_0, cuboid, 16, None, 0)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
+added_0 = hsa.page_bias([2, 1, 1, 120] f32, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean, 0, added_0)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, None, bits_0, [2, 1, 1, 120] f32, 0.25, 16)
 return out_0
 """,
@@ -493,7 +495,8 @@ copy_(keys_0[:, :, -1:], [2, 2, 1, 16] f32)
 copy_(values_0[:, :, -1:], [2, 2, 1, 16] f32)
 bits_0 = hsa.page_mask([1, 4, 1, n0 + 1] f32, 16)
 hsa.summarize(keys_0, bits_0, full((1), n0), hsa_summary_0, hsa_covered_0, cuboid, 16)
-ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean)
+added_0 = hsa.page_bias([1, 4, 1, n0 + 1] f32, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean, 0, added_0)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, None, bits_0, [1, 4, 1, n0 + 1] f32, 0.25, 16)
 return [2, 1, 64] f32
 """,

@@ -87,6 +87,7 @@ def sparse_attention(
         policy.sink,
         policy.recent,
         policy.group_reduce,
+        bias=None if mask.dtype == torch.bool else mean_bias(mask, policy.page_size),
     )
     bias = None if mask.dtype == torch.bool else mask
     out, lse = sparse_attention_reference(
@@ -97,6 +98,14 @@ def sparse_attention(
     # exp(lse) is the sum of the exponentials; the sink is one more.
     total = lse.unsqueeze(-1).double().exp()
     return (out * (total / (total + sink.double().exp()))).to(out.dtype)
+
+
+def mean_bias(mask: Tensor, page_size: int) -> Tensor:
+    """Logarithm of the mean of ``e^mask`` over the attendable tokens of each page of ``mask [Bm, Hm, 1, S]``, or 0."""
+    seen = torch.where(attendable(mask), mask.double(), -torch.inf).squeeze(-2)
+    pages = seen.split(page_size, -1)
+    mean = [page.logsumexp(-1) - page.isfinite().sum(-1).log() for page in pages]
+    return torch.stack(mean, -1).nan_to_num(0.0, 0.0, 0.0)
 
 
 @contextmanager
