@@ -143,6 +143,35 @@ def check_static_cache(dtype: torch.dtype) -> None:
     assert not calls_of_ops(code)
 
 
+def check_several_tokens() -> None:
+    """Five tokens as heads of their groups, with a row of the mask each."""
+
+    def several(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *rest: Tensor) -> object:
+        position, summary, covered, new = rest
+        keys.index_copy_(2, position, new)
+        values.index_copy_(2, position, new)
+        first = torch.where((position == position[:1] + torch.arange(5)).all(), position[:1], -64)
+        rows = torch.ops.hsa.page_mask(mask.flatten(1, 2).unsqueeze(2), PAGE)
+        bits = rows.unflatten(1, (1, 5)).expand(-1, q.shape[1], 5, -1).flatten(1, 2)
+        torch.ops.hsa.summarize(keys, bits, first, summary, covered, "cuboid", PAGE, None, 5)
+        query = q.flatten(1, 2).unsqueeze(2)
+        rule = (SCALE, "cuboid", PAGE, SLOTS, SLOTS, 0, 1, 32, "softmax_mean")
+        ids, counts = torch.ops.hsa.select(query, summary, bits, *rule)
+        out, _ = torch.ops.hsa.sparse_attention(
+            query, keys, values, ids, None, bits, None, SCALE, PAGE
+        )
+        return out.unflatten(1, (q.shape[1], 5)).squeeze(3).transpose(1, 2).flatten(2), counts
+
+    _, keys, values, _, _, *state = inputs(1024, torch.bfloat16, token_major=False)
+    q, new = torch.randn(2, 8, 5, 64).bfloat16(), torch.randn(2, 2, 5, 64).bfloat16()
+    position = torch.arange(1000, 1005)
+    mask = (torch.arange(1024) <= position[:, None]).expand(2, 1, 5, 1024)
+    code = written_code(several, [q, keys, values, mask, position, *state, new])
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == sum(KERNELS.values())
+    assert not {"(2, 2, 1024, 64)", "(2, 2, 32, 128)", "(2, 2, 32, 2)"} & set(allocations(code))
+    assert not calls_of_ops(code)
+
+
 def check_growing_cache() -> None:
     def growing(*args: Tensor) -> object:
         keys, summary = args[1], args[5]
@@ -195,6 +224,10 @@ def child() -> Iterator[Check]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_static_cache_is_written_in_place(child: Check, dtype: torch.dtype) -> None:
     child(check_static_cache, dtype)
+
+
+def test_several_tokens(child: Check) -> None:
+    child(check_several_tokens)
 
 
 def test_growing_cache_has_symbolic_lengths(child: Check) -> None:
