@@ -39,7 +39,14 @@ def test_a_default_policy_holds_in_every_part(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["behind layers", "before attention"])
-@pytest.mark.parametrize("key", [0, "-1", "model.layers.0.self_attn", "*"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        0,
+        *(pytest.param(key, marks=pytest.mark.slow) for key in ("-1", "*")),
+        "model.layers.0.self_attn",
+    ],
+)
 def test_layer_keys_are_refused(where: str, key: object) -> None:
     model, asked = broken(where), request(1, **LENGTH)
     step = compiled(model, {"default": DEFAULT, "layers": {key: "dense"}})

@@ -37,7 +37,7 @@ def largest_allocation(step, *inputs: object) -> int:
     return max(taken)
 
 
-@pytest.mark.parametrize("run", ["eager", "inductor"])
+@pytest.mark.parametrize("run", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_static(run: str) -> None:
     keys, values = new_cache(SHAPE)

@@ -218,6 +218,7 @@ def test_attention_written_out(family: str, policy: LayerPolicy) -> None:
     check(family, "dynamic", 3, policy, "eager")
 
 
+@pytest.mark.slow
 def test_with_inductor() -> None:
     check("bart", "static", 3, PART, run="inductor")
 

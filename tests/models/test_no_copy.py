@@ -67,7 +67,7 @@ def filled(model: Decoder) -> tuple[Decoder, Decoder]:
     return model, twin
 
 
-QUICK = (plain.setitem, plain.index_copy_, plain.slice_scatter_read)
+QUICK = (plain.setitem, plain.index_copy_)
 
 
 @pytest.mark.parametrize(

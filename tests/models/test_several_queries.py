@@ -159,7 +159,7 @@ def check(
     assert hsa_compile.stats(compiled).steps == len(ROUNDS)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("policy", [WHOLE, PART], ids=["lossless", "sparse"])
 def test_drafts_are_verified(kind: str, batch: int, policy: LayerPolicy) -> None:
@@ -180,7 +180,7 @@ def test_half_precision(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [
-        pytest.param("static", PART, id="static"),
+        pytest.param("static", PART, id="static", marks=pytest.mark.slow),
         pytest.param("dynamic", WHOLE, id="dynamic", marks=pytest.mark.slow),
     ],
 )
@@ -200,7 +200,9 @@ def endless(family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "varying"])
+@pytest.mark.parametrize(
+    "fixed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fixed", "varying"]
+)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_generate_with_drafts(drafts: str, fixed: bool) -> None:
     """Steps of a fixed number of tokens are rewritten; where Dynamo lets the number vary they are left, and right."""

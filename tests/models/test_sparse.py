@@ -105,7 +105,8 @@ def test_other_models(family: str, kind: str, attention: str) -> None:
     check(family, kind, policy(budget=32, recent=8), attention)
 
 
-@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_with_inductor(kind: str) -> None:
     check("llama", kind, policy(), run="inductor")
 

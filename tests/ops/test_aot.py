@@ -263,7 +263,7 @@ def test_summaries_of_several_tokens_compile(child: Check, written: int) -> None
 
 
 @pytest.mark.parametrize("name", ["page_scores", "top_pages", "sparse_attention"])
-@pytest.mark.parametrize("group", [20, 64])
+@pytest.mark.parametrize("group", [20, pytest.param(64, marks=pytest.mark.slow)])
 def test_several_query_tokens_compile(child: Check, name: str, group: int) -> None:
     """Four and more heads a KV head, five and more tokens each, under a mask and a bias with a row each."""
     child(check_compiles, Case(group=group, per_head=True, bias=True), name, early=True)

@@ -66,7 +66,7 @@ class Late(offload.Writer):
             self.queued.pop(0)[0]()
 
 
-@pytest.fixture(params=["at once", "late"], autouse=True)
+@pytest.fixture(params=[pytest.param("at once", marks=pytest.mark.slow), "late"], autouse=True)
 def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> offload.Writer:
     """Writes that wait until they are joined show every reader that does not."""
     made = Late() if request.param == "late" else offload.Writer()

@@ -450,6 +450,7 @@ def test_each_token_reads_its_own_page(recent: int) -> None:
             pair.check(5)
 
 
+@pytest.mark.slow
 def test_layouts_of_the_output() -> None:
     """A view of the output is in the graph, as eager attention lays it out in memory."""
 
@@ -465,7 +466,7 @@ def test_layouts_of_the_output() -> None:
                 pair.check(number, keep)
 
 
-@pytest.mark.parametrize("kind", [Static, Growing])
+@pytest.mark.parametrize("kind", [Static, pytest.param(Growing, marks=pytest.mark.slow)])
 def test_with_inductor(kind: type) -> None:
     with torch.no_grad():
         step = compiled(kind(), run="inductor")
