@@ -283,22 +283,13 @@ def _innermost(callback: Any) -> Any:
 
 
 def compile_options(model: Any) -> dict[str, Any]:
-    """The options with which ``model`` was compiled for this backend; empty where it was not."""
-    wrapped = getattr(model, "dynamo_ctx", None)
-    wrapped = getattr(wrapped, "_torchdynamo_orig_backend", None) or getattr(
-        wrapped, "callback", None
-    )
-    for _ in range(8):
-        if wrapped is None:
-            break
-        kwargs = getattr(wrapped, "kwargs", None)
-        if isinstance(kwargs, Mapping):
-            given = dict(kwargs.get("options") or {})
-            return given | ({"mode": kwargs["mode"]} if kwargs.get("mode") else {})
-        wrapped = getattr(wrapped, "_torchdynamo_orig_backend", None) or getattr(
-            wrapped, "_torchdynamo_orig_callable", None
-        )
-    return {}
+    """The options with which a module was compiled for this backend; empty where it was not."""
+    context = getattr(model, "dynamo_ctx", None)
+    kwargs = getattr(_innermost(getattr(context, "callback", None)), "kwargs", None)
+    if not isinstance(kwargs, Mapping):
+        return {}
+    given = dict(kwargs.get("options") or {})
+    return given | ({"mode": kwargs["mode"]} if kwargs.get("mode") else {})
 
 
 @dataclass(frozen=True)
