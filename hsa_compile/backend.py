@@ -70,11 +70,12 @@ def lower_graph(gm: fx.GraphModule, example_inputs: Sequence[object], options: O
     """The pipeline up to and including *verify*."""
     graph_module = capture(gm)
     found = decline_autograd(find_attention(graph_module.graph), example_inputs)
+    part = compat.compiled_root(gm).part
     if found:
-        options.policy.needs_whole(compat.compiled_root(gm).part)
+        options.policy.needs_whole(part)
     plans = plan(find_cache(graph_module.graph, found), options.policy)
     plans = schedule(graph_module.graph, plans)
-    explanation = report(plans)
+    explanation = report(plans, part)
     rejected = [item for item in plans if isinstance(item, Reject)]
     if options.strict and rejected:
         raise RewriteError(

@@ -19,6 +19,9 @@ from hsa_compile.cost import cost_of
 from hsa_compile.policy import describe
 from hsa_compile.site import CacheUpdate, LayerPlan, Reject, SiteReport
 
+_NOTHING_COMPILED = 'nothing has been compiled for this model with backend="hsa" yet'
+_NO_ATTENTION = "no attention was found in the compiled graphs"
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -55,7 +58,7 @@ class Explanation:
 
     def __str__(self) -> str:
         if not self.sites:
-            return self.note or "no attention was found in the compiled graphs"
+            return self.note or _NO_ATTENTION
         table = Table(title="attention sites", title_justify="left")
         for name in ("layer", "module", "decision", "policy or reason", "cache", "shapes", "where"):
             table.add_column(name, overflow="fold")
@@ -103,9 +106,10 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
-def report(plans: Iterable[LayerPlan | Reject]) -> Explanation:
-    """The explanation of one planned graph."""
-    return Explanation(tuple(_row(item) for item in plans))
+def report(plans: Iterable[LayerPlan | Reject], part: str = "") -> Explanation:
+    """The explanation of one planned graph; ``part`` says why it is not the whole model, where it is not."""
+    note = f"the model has graph breaks: {part}" if part else ""
+    return Explanation(tuple(_row(item) for item in plans), note)
 
 
 def _row(item: LayerPlan | Reject) -> SiteReport:
@@ -152,7 +156,10 @@ def _cache(update: CacheUpdate) -> str:
 
 
 def merge(explanations: Sequence[Explanation], note: str = "") -> Explanation:
-    """Several graphs of one model as one: equal rows once, the most recent graph last."""
+    """Several graphs of one model as one: equal rows once, the most recent graph last.
+
+    Without a ``note``, the first that one of them has is that of all.
+    """
     rows: dict[tuple[object, ...], SiteReport] = {}
     for explanation in explanations:
         times: Counter[tuple[object, ...]] = Counter()
@@ -162,6 +169,9 @@ def merge(explanations: Sequence[Explanation], note: str = "") -> Explanation:
             nth = (*key, times[key])
             rows.pop(nth, None)
             rows[nth] = site
+    note = next(filter(None, (note, *(explanation.note for explanation in explanations))), "")
+    if note and not rows:
+        note = f"{_NO_ATTENTION}; {note}"
     return Explanation(tuple(rows.values()), note)
 
 
@@ -193,10 +203,7 @@ def explain(
 
     if not args and not kwargs:
         found = registry.explanations(model)
-        return merge(
-            found,
-            "" if found else 'nothing has been compiled for this model with backend="hsa" yet',
-        )
+        return merge(found) if found else Explanation((), _NOTHING_COMPILED)
     function, known = _uncompiled(model)
     return _trace(function, args, kwargs, options if options is not None else known)
 

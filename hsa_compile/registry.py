@@ -47,8 +47,6 @@ def add(
 ) -> None:
     """Remember a compiled graph of ``root``; it is forgotten with its callable and parameters."""
     _ENTRIES[:] = [entry for entry in _ENTRIES if entry.lives()]
-    if not explanation.sites:
-        return
     tensors = [
         weakref.ref(held)
         for held in inputs

@@ -1,5 +1,7 @@
 """A model with graph breaks: Dynamo compiles it in parts, and layers of one part cannot be told from another's."""
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,6 +72,10 @@ def test_a_part_without_attention_needs_no_layers() -> None:
     with torch.no_grad():
         x = torch.randn(1, 1, model.model.config.hidden_size)
         torch.testing.assert_close(step(x), model(x))
+    assert re.fullmatch(
+        r"no attention was found in the compiled graphs; the model has graph breaks: .*",
+        str(hsa_compile.explain(step)),
+    )
 
 
 def test_a_function_is_found_by_itself() -> None:

@@ -154,6 +154,8 @@ def why(result: dict[str, Any]) -> dict[str, str]:
     if "broken" in result:
         return {result["broken"]: ""}
     by_layer = layers_of(result)
+    if not by_layer and result.get("note"):
+        return {result["note"]: ""}
     reasons = defaultdict(list)
     for layer, found in by_layer.items():
         for _, reason in sorted(found):
