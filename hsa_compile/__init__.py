@@ -5,6 +5,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from hsa_compile.algorithms import PageKernel, PageScore
+from hsa_compile.algorithms import register as register_algorithm
 from hsa_compile.errors import (
     CacheError,
     HostMemoryError,
@@ -31,6 +33,8 @@ __all__ = [
     "HsaError",
     "LayerPolicy",
     "OptionError",
+    "PageKernel",
+    "PageScore",
     "Policy",
     "PolicyError",
     "RewriteError",
@@ -38,6 +42,7 @@ __all__ = [
     "explain",
     "invalidate",
     "pool_bytes",
+    "register_algorithm",
     "stats",
     "summary_bytes",
 ]

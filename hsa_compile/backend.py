@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from hsa_compile import compat, ops, registry
+from hsa_compile import algorithms, compat, ops, registry
 from hsa_compile.errors import RewriteError
 from hsa_compile.explain import Explanation, report
 from hsa_compile.identity import code_identity
@@ -117,7 +117,8 @@ def _run(
         from hsa_compile import lowering
 
         lowering.register()
-    identity = code_identity(options.policy.canonical())
+    used = algorithms.identity(layer.algorithm for layer in options.policy.all())
+    identity = code_identity(options.policy.canonical() + used)
     # On a GPU the ops stay whole, and there is nothing to merge.
     merge = None if "cuda" in devices else merge_equal
     patches = options.inductor

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -57,6 +57,9 @@ class LayerPolicy:
             pages that just missed the selection; "cross_layer": for the next layer, the pages that its query would
             select if it were made of this layer's input. It never changes results.
         ahead: how many pages "next_rank" is, as a multiple of those that a query selects.
+        top_p: share of the softmax, as the page scores estimate it, at which a row stops selecting, in (0, 1]; the
+            budget is then the most that it selects. 1 selects the whole budget. Rows within the budget are read whole.
+        min_budget: tokens that ``top_p`` does not go below (>= 0).
 
     Raises:
         PolicyError: a field is out of range or of the wrong type.
@@ -72,6 +75,8 @@ class LayerPolicy:
     pool: float = 2.0
     prefetch: str = "none"
     ahead: float = 0.25
+    top_p: float = 1.0
+    min_budget: int = 256
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -114,6 +119,40 @@ class LayerPolicy:
                 "the pool holds the selection and what is loaded ahead",
             )
 
+        self._check_top_p()
+
+    def _check_top_p(self) -> None:
+        if type(self.top_p) not in (int, float) or not 0 < self.top_p <= 1:
+            refuse("top_p", self.top_p, "a number above 0 and up to 1 (a share of the softmax)")
+        object.__setattr__(self, "top_p", float(self.top_p))
+        if type(self.min_budget) is not int or self.min_budget < 0:
+            refuse("min_budget", self.min_budget, "an int >= 0 (tokens)")
+        if self.top_p == 1:
+            return
+        from hsa_compile import algorithms
+
+        scored = [name for name in algorithms.names() if algorithms.get(name).parts]
+        if self.algorithm not in scored:
+            why = f"with algorithm {self.algorithm!r}, which estimates no softmax (such as {scored[0]!r} does)"
+            refuse("top_p", self.top_p, f"1 {why}")
+        if self.group_reduce != "softmax_mean":
+            refuse(
+                "top_p",
+                self.top_p,
+                f"1 with group_reduce {self.group_reduce!r}: only 'softmax_mean' estimates shares",
+            )
+        if isinstance(self.budget, int) and self.min_budget > self.budget:
+            refuse(
+                "min_budget",
+                self.min_budget,
+                f"at most the budget ({self.budget} tokens) with top_p {self.top_p:g}",
+            )
+
+    @property
+    def share(self) -> tuple[float, int] | tuple[()]:
+        """``top_p`` and the pages that it does not go below; nothing where all of the budget is selected."""
+        return () if self.top_p == 1 else (self.top_p, -(-self.min_budget // self.page_size))
+
     # 1 == 1.0 in Python, but a budget of one token must never stand in for one of everything.
     def _identity(self) -> tuple[object, ...]:
         return (type(self.budget), *dataclasses.astuple(self))
@@ -153,6 +192,7 @@ PRESETS: dict[str, LayerPolicy] = {
     "cuboid": LayerPolicy(algorithm="cuboid"),
     "mean": LayerPolicy(algorithm="mean"),
     "quest": LayerPolicy(algorithm="quest"),
+    "streaming": LayerPolicy(algorithm="streaming"),
 }
 
 
@@ -166,6 +206,8 @@ def describe(policy: LayerPolicy) -> str:
     if policy.algorithm != "dense":
         parts += [f"budget={policy.budget}", f"page={policy.page_size}"]
         parts += [f"sink={policy.sink}", f"recent={policy.recent}"]
+        if policy.top_p != usual.top_p:
+            parts += [f"top_p={policy.top_p:g}", f"min={policy.min_budget}"]
         if policy.group_reduce != usual.group_reduce:
             parts.append(f"group_reduce={policy.group_reduce}")
     if policy.placement != usual.placement:
@@ -266,6 +308,11 @@ class Policy:
             f"a Policy, a mapping, a preset ({listed(PRESETS)}) "
             f"or the path of a file that ends in {listed(SUFFIXES)}{hint}",
         )
+
+    def all(self) -> Iterator[LayerPolicy]:
+        """The default, then those of the layer keys."""
+        yield self.default
+        yield from (policy for _, policy in self.layers)
 
     def resolve(self, layers: Sequence[LayerName]) -> list[LayerPolicy]:
         """The policy of each attention layer, in the order given.

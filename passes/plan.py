@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hsa_compile import algorithms
 from hsa_compile.lowering.limits import kernel_limits, pool_limits
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.policy import LayerName, LayerPolicy, Policy
@@ -110,6 +111,8 @@ def _cannot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: LayerPoli
     if k.stride(3) != 1 or v.stride(3) != 1:
         return "the last dimension of the cache is not contiguous"
     if q.device.type == "cuda":
+        if algorithms.get(policy.algorithm).kernel is None:
+            return f"algorithm {policy.algorithm!r} was registered without its form for GPUs (PageKernel)"
         group, queries = q.shape[1] // k.shape[1], int(q.shape[2])
         return kernel_limits(q.dtype, q.shape[3], v.shape[3], group, policy.page_size, queries)
     return None

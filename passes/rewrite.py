@@ -221,8 +221,7 @@ class _Rewriter:
                 state.summary,
                 bits,
                 *self._rule(plan, keys),
-                *((plan.ahead,) if plan.ahead or bias is not None else ()),
-                *(() if bias is None else (self.masks.of_pages(bias, policy.page_size),)),
+                *self._beyond(plan, bias),
             )
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
@@ -363,7 +362,7 @@ class _Rewriter:
             keys = plan.site.keys.base
             _, bits = self.masks.packed(plan.site.attention, keys, read, plan.policy.page_size)
             position = self.positions.of(now.site.keys, now.site.attention.k, mine)
-            rule = self._rule(plan, keys)
+            rule = (*self._rule(plan, keys), *plan.policy.share)
             held, moved = fetch_early(self.emit, plan, summary, bits, position, pool, rule)
         self.early[later] = _Early(held, moved)
 
@@ -375,6 +374,14 @@ class _Rewriter:
             *self._budget(plan, keys),
             *(plan.fraction, policy.sink, plan.recent, policy.group_reduce),
         )
+
+    def _beyond(self, plan: LayerPlan, bias: fx.Node | None) -> tuple[object, ...]:
+        """What ``select`` is told behind that, as far as it is not the default."""
+        pages = None if bias is None else self.masks.of_pages(bias, plan.policy.page_size)
+        share = plan.policy.share
+        if share:
+            return (plan.ahead, pages, *share)
+        return (plan.ahead, *(() if pages is None else (pages,))) if plan.ahead or pages else ()
 
     def _budget(self, plan: LayerPlan, keys: fx.Node) -> tuple[object, object]:
         if not plan.fraction or plan.slots:

@@ -1,6 +1,10 @@
 """Sources of the Triton kernels: one Jinja template a kernel, rendered by ``hsa_compile.lowering``."""
 
+import re
+import textwrap
 from importlib.resources import files
+
+from hsa_compile.algorithms import PageKernel
 
 NAMES = (
     "summarize",
@@ -16,11 +20,22 @@ NAMES = (
 _SHARED = {"key_mark": ("summarize", "append")}
 
 
-def source(name: str) -> str:
-    """The template called ``name`` (one of ``NAMES``) as text, with the functions that it shares with others."""
+def source(name: str, kernel: PageKernel | None = None) -> str:
+    """The template called ``name`` (one of ``NAMES``) as text, with the functions that it shares with others.
+
+    A line ``<<summary>>`` or ``<<query>>`` stands for the lines of ``kernel``.
+    """
     shared = [part for part, users in _SHARED.items() if name in users]
     texts = [
         (files(__package__) / f"{part}.py.jinja").read_text(encoding="utf-8")
         for part in (name, *shared)
     ]
-    return "\n\n".join(texts)
+    text = "\n\n".join(texts)
+    for part, lines in (("summary", kernel.summary), ("query", kernel.query)) if kernel else ():
+        text = re.sub(
+            rf"^( *)<<{part}>>$",
+            lambda found, lines=lines: textwrap.indent(lines.strip("\n"), found[1]),  # type: ignore[misc]
+            text,
+            flags=re.MULTILINE,
+        )
+    return text

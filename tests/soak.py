@@ -62,13 +62,19 @@ def draw(seed: int) -> Life:
     growing = pick.random() < 0.4
     budget: int | float = pick.choice((16, 32, 48, 64, 200, 0.2, 0.5))
     pool, prefetch = pick.choice(POOLS)
+    algorithm = pick.choice(("quest", "cuboid", "mean", "streaming"))
+    group_reduce = pick.choice(("softmax_mean", "max"))
+    # Shares are estimated by the mean of softmax alone; none that a number of equal pages reaches exactly.
+    estimated = algorithm != "streaming" and group_reduce == "softmax_mean"
     policy = LayerPolicy(
-        algorithm=pick.choice(("quest", "cuboid", "mean")),
+        algorithm=algorithm,
         budget=budget,
         page_size=pick.choice((16, 32, 64)),
         sink=pick.choice((0, 1, 4, 20)),
         recent=pick.choice((0, 1, 8, 40)),
-        group_reduce=pick.choice(("softmax_mean", "max")),
+        group_reduce=group_reduce,
+        top_p=pick.choice((1.0, 0.37, 0.83)) if estimated else 1.0,
+        min_budget=0,
         # A share of a length that no graph knows is not for the host.
         placement="device"
         if growing and isinstance(budget, float)

@@ -36,7 +36,7 @@ def says(*parts: str) -> str:
 def test_the_default_layer():
     assert LayerPolicy() == LayerPolicy("cuboid", 2048, 32, 4, 64, "softmax_mean", "device")
     assert PRESETS["default"] == PRESETS["cuboid"] == LayerPolicy()
-    assert algorithm_names() == ("dense", "cuboid", "mean", "quest")
+    assert algorithm_names() == ("dense", "cuboid", "mean", "quest", "streaming")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,11 @@ def test_the_default_layer():
             ["prefetch 'next_ranks'", "'none', 'next_rank', 'cross_layer'", "mean 'next_rank'?"],
         ),
         ("prefetch", None, ["prefetch None", "'none', 'next_rank', 'cross_layer'"]),
+        ("top_p", 0, ["top_p 0 is not valid", "a number above 0 and up to 1"]),
+        ("top_p", 1.5, ["top_p 1.5", "a number above 0 and up to 1"]),
+        ("top_p", True, ["top_p True", "a number above 0 and up to 1"]),
+        ("min_budget", -1, ["min_budget -1 is not valid", "an int >= 0 (tokens)"]),
+        ("min_budget", 64.0, ["min_budget 64.0", "an int >= 0 (tokens)"]),
         ("ahead", 0, ["ahead 0 is not valid", "a number above 0 and up to 4"]),
         ("ahead", 4.5, ["ahead 4.5", "a number above 0 and up to 4"]),
         ("ahead", float("nan"), ["ahead nan", "a number above 0"]),
@@ -79,6 +84,29 @@ def test_the_default_layer():
 def test_a_bad_field_names_value_and_valid(field, value, message):
     with pytest.raises(PolicyError, match=says(*message)):
         LayerPolicy(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"algorithm": "streaming"}, "top_p 0.9 is not valid; valid: 1 with algorithm 'streaming'"),
+        ({"algorithm": "dense"}, "top_p 0.9 is not valid; valid: 1 with algorithm 'dense'"),
+        ({"group_reduce": "max"}, "top_p 0.9 is not valid; valid: 1 with group_reduce 'max'"),
+        ({"budget": 128}, "min_budget 256 is not valid; valid: at most the budget (128 tokens)"),
+    ],
+    ids=str,
+)
+def test_a_share_needs_an_estimate_and_room(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        LayerPolicy(top_p=0.9, **fields)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_share_in_words() -> None:
+    layer = LayerPolicy(top_p=0.9)
+    assert layer.share == (0.9, 8)
+    assert LayerPolicy().share == ()
+    assert describe(layer) == describe(LayerPolicy()) + " top_p=0.9 min=256"
 
 
 def test_a_pool_holds_the_selection_and_what_is_loaded_ahead():

@@ -1,28 +1,25 @@
 """Page scores: how the keys of a page are summarised and how a query scores the summary.
 
 Every algorithm is linear in its summary: ``score(q, page) = expand_query(q) . summarize(keys)``, with a summary of
-``PARTS * D`` numbers a page and KV head. That makes scoring one small matrix product on any device.
+``parts * D`` numbers a page and KV head. That makes scoring one small matrix product on any device.
 """
 
-from typing import Protocol
+import uuid
+from collections.abc import Iterable
 
-from torch import Tensor
+from ._page_score import PageKernel, PageScore
+from .cuboid import CUBOID
+from .mean import MEAN
+from .quest import QUEST
+from .streaming import STREAMING
 
-from . import cuboid, mean, quest
+__all__ = ["PageKernel", "PageScore", "get", "identity", "names", "register", "summary_width"]
 
-
-class PageScore(Protocol):
-    """What a module of this folder provides."""
-
-    NAME: str
-    PARTS: int
-
-    def summarize(self, keys: Tensor, present: Tensor) -> Tensor: ...
-
-    def expand_query(self, q: Tensor) -> Tensor: ...
-
-
-_ALGORITHMS: dict[str, PageScore] = {module.NAME: module for module in (cuboid, mean, quest)}
+_ALGORITHMS: dict[str, PageScore] = {
+    score.name: score for score in (CUBOID, MEAN, QUEST, STREAMING)
+}
+_OWN: dict[str, str] = {}
+"""Those that users registered, and what stands for their code in compile caches."""
 
 
 def names() -> tuple[str, ...]:
@@ -35,6 +32,25 @@ def get(name: str) -> PageScore:
     return _ALGORITHMS[name]
 
 
+def register(score: PageScore) -> None:
+    """Make a page score known by its name, for this process. Registering the same one again changes nothing.
+
+    Raises:
+        HsaError: see :meth:`PageScore.check`; a name stays that of what it was registered for.
+    """
+    if _ALGORITHMS.get(score.name) == score:
+        return
+    score.check(("dense", *names()))
+    _ALGORITHMS[score.name] = score
+    # Nobody can tell whether two functions of two processes are the same code, so caches on disk never answer for it.
+    _OWN[score.name] = uuid.uuid4().hex
+
+
+def identity(used: Iterable[str]) -> str:
+    """What a compile-cache key must hold of these algorithms, beside the sources of this package."""
+    return " ".join(f"{name}={_OWN[name]}" for name in sorted(set(used)) if name in _OWN)
+
+
 def summary_width(name: str, head_dim: int) -> int:
-    """Numbers stored a page and KV head: ``PARTS * head_dim``."""
-    return get(name).PARTS * head_dim
+    """Numbers stored a page and KV head: ``parts * head_dim``."""
+    return get(name).parts * head_dim

@@ -8,8 +8,7 @@ The box is ``centre +- deviation``; the score is the largest dot product inside 
 import torch
 from torch import Tensor
 
-NAME = "cuboid"
-PARTS = 2
+from ._page_score import PageKernel, PageScore
 
 
 def summarize(keys: Tensor, present: Tensor) -> Tensor:
@@ -23,3 +22,19 @@ def summarize(keys: Tensor, present: Tensor) -> Tensor:
 def expand_query(q: Tensor) -> Tensor:
     """The query as it meets the summary: ``[..., D]`` -> ``[..., 2 * D]``."""
     return torch.cat((q, q.abs()), -1)
+
+
+CUBOID = PageScore(
+    "cuboid",
+    2,
+    summarize,
+    expand_query,
+    PageKernel(
+        summary="""
+part_0 = tl.sum(tile, 0) / count
+part_1 = tl.sum(tl.where(read, tl.abs(tile - part_0[None, :]), 0.0), 0) / count
+""",
+        query="met = tl.abs(query) if part == 1 else query",
+    ),
+    "ArkVale (Chen et al., 2024)",
+)

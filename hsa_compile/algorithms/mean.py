@@ -5,8 +5,7 @@ The score is the dot product with that mean, ``score(q, page) = q . mean(keys)``
 
 from torch import Tensor
 
-NAME = "mean"
-PARTS = 1
+from ._page_score import PageKernel, PageScore
 
 
 def summarize(keys: Tensor, present: Tensor) -> Tensor:
@@ -17,3 +16,12 @@ def summarize(keys: Tensor, present: Tensor) -> Tensor:
 def expand_query(q: Tensor) -> Tensor:
     """The query as it meets the summary: ``[..., D]`` unchanged."""
     return q
+
+
+MEAN = PageScore(
+    "mean",
+    1,
+    summarize,
+    expand_query,
+    PageKernel(summary="part_0 = tl.sum(tile, 0) / count", query="met = query"),
+)

@@ -9,8 +9,7 @@ box could reach::
 import torch
 from torch import Tensor
 
-NAME = "quest"
-PARTS = 2
+from ._page_score import PageKernel, PageScore
 
 
 def summarize(keys: Tensor, present: Tensor) -> Tensor:
@@ -23,3 +22,20 @@ def summarize(keys: Tensor, present: Tensor) -> Tensor:
 def expand_query(q: Tensor) -> Tensor:
     """The query as it meets the summary: ``[..., D]`` -> ``[..., 2 * D]``."""
     return torch.cat((q.clamp(max=0), q.clamp(min=0)), -1)
+
+
+QUEST = PageScore(
+    "quest",
+    2,
+    summarize,
+    expand_query,
+    PageKernel(
+        # A page without attendable tokens is summarised as zeros.
+        summary="""
+part_0 = tl.where(word != 0, tl.min(tl.where(read, tile, float("inf")), 0), 0.0)
+part_1 = tl.where(word != 0, tl.max(tl.where(read, tile, float("-inf")), 0), 0.0)
+""",
+        query="met = tl.minimum(query, 0.0) if part == 0 else tl.maximum(query, 0.0)",
+    ),
+    "Quest (Tang et al., 2024, arXiv:2406.10774)",
+)

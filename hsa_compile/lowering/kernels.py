@@ -1,5 +1,6 @@
 """A template as a node of Inductor's graph."""
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -8,17 +9,22 @@ from typing import Any
 import torch
 
 from .. import compat, templates
+from ..algorithms import PageKernel
 from . import grids
-from .options import Config, Constants, Rows
+from .options import Config, Constants, Rows, page_kernel
 
 log = logging.getLogger("hsa_compile")
+
+_NUMBERS = itertools.count()
 
 Example = Callable[[Any], torch.Tensor]
 
 
 @cache
-def _template(name: str) -> Any:
-    return compat.triton_template(f"hsa_{name}", getattr(grids, name), templates.source(name))
+def _template(name: str, kernel: PageKernel | None) -> Any:
+    # Inductor knows a template by its name.
+    unique = f"hsa_{name}" if kernel is None else f"hsa_{name}_{next(_NUMBERS)}"
+    return compat.triton_template(unique, getattr(grids, name), templates.source(name, kernel))
 
 
 def run_on(device: torch.device) -> bool:
@@ -52,7 +58,7 @@ def emit(
     choices: list[Any] = []
     problem: Exception | None = None
     for config in configs if compat.max_autotune() else configs[:1]:
-        problem = _template(name).maybe_append_choice(
+        problem = _template(name, page_kernel(constants)).maybe_append_choice(
             choices,
             input_nodes=nodes,
             layout=output,

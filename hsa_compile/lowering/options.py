@@ -4,6 +4,7 @@ Everything here is plain arithmetic on integers, so that Inductor's lowerings an
 renderer give a kernel the same constants. Names are those of the templates' legends.
 """
 
+import ast
 from dataclasses import dataclass
 
 from .. import algorithms
@@ -43,6 +44,12 @@ class Rows:
     heads: bool
 
 
+def page_kernel(constants: Constants) -> algorithms.PageKernel | None:
+    """The lines that a page score adds to a kernel with these constants; None where it has no page score."""
+    name = constants.get("ALGORITHM")
+    return None if name is None else algorithms.get(ast.literal_eval(str(name))).kernel
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is not below ``n``."""
     return 1 << max(n - 1, 0).bit_length()
@@ -66,6 +73,7 @@ def summarize(
 ) -> Constants:
     return {
         "ALGORITHM": repr(algorithm),
+        "PARTS": algorithms.get(algorithm).parts,
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "DIM": dim,
@@ -96,7 +104,7 @@ def page_scores(algorithm: str, kv_heads: int, group: int, dim: int, bits: Rows)
         "GROUP_PAD": max(16, next_power_of_2(group)),
         "DIM": dim,
         "DIM_PAD": dim_pad(dim),
-        "PARTS": algorithms.get(algorithm).PARTS,
+        "PARTS": algorithms.get(algorithm).parts,
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,
     }
@@ -127,6 +135,9 @@ def top_pages(
     recent: int,
     pages: int | None,
     more: int = 0,
+    newest_first: bool = False,
+    top_p: float = 1.0,
+    floor: int = 0,
 ) -> Constants:
     """``pages`` is None where their number is not known."""
     group_pad = next_power_of_2(group)
@@ -147,6 +158,9 @@ def top_pages(
         "SINK": sink,
         "RECENT": recent,
         "MORE": more,
+        "NEWEST_FIRST": newest_first,
+        "TOP_P": top_p,
+        "FLOOR": floor,
         "SINGLE": single,
         "BLOCK": block if single else min(most, LOOP_BLOCK_PAGES),
     }

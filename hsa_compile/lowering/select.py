@@ -25,6 +25,8 @@ def lower(
     group_reduce: str,
     more: int = 0,
     bias: Any = None,
+    top_p: float = 1.0,
+    floor: int = 0,
 ) -> tuple[Any, Any]:
     op = torch.ops.hsa.select.default
     args = (
@@ -42,6 +44,8 @@ def lower(
         group_reduce,
         more,
         bias,
+        top_p,
+        floor,
     )
     device = q.get_device()
     if not kernels.run_on(device):
@@ -60,29 +64,34 @@ def lower(
 
     rows = rows_of(bits)
     bits = compat.realize(bits)
-    scores = emit(
-        "page_scores",
-        options.page_scores(algorithm, kv_heads, group, dim, rows),
-        options.page_scores_configs(
-            q.get_dtype().itemsize,
-            compat.static_int(width),
-            compat.expression_hint(batch) * kv_heads,
-            compat.expression_hint(pages),
-        ),
-        {"q": compat.realize(q), "summary": compat.realize(summary), "bits": bits},
-        compat.contiguous_layout(device, torch.float32, (batch, query_heads, pages)),
-        (batch, kv_heads, pages),
-        examples={"bits": full_words},
-    )
-    if bias is not None:
-        scores, scale = compat.scaled_sum(scores, float(scale), bias), 1.0
+    inputs: dict[str, Any] = {}
+    newest_first = algorithms.get(algorithm).parts == 0
+    if not newest_first:
+        scores = emit(
+            "page_scores",
+            options.page_scores(algorithm, kv_heads, group, dim, rows),
+            options.page_scores_configs(
+                q.get_dtype().itemsize,
+                compat.static_int(width),
+                compat.expression_hint(batch) * kv_heads,
+                compat.expression_hint(pages),
+            ),
+            {"q": compat.realize(q), "summary": compat.realize(summary), "bits": bits},
+            compat.contiguous_layout(device, torch.float32, (batch, query_heads, pages)),
+            (batch, kv_heads, pages),
+            examples={"bits": full_words},
+        )
+        if bias is not None:
+            scores, scale = compat.scaled_sum(scores, float(scale), bias), 1.0
+        inputs["scores"] = compat.realize(scores)
     budget = 0 if fraction else compat.static_int(budget_pages)
     constants = options.top_pages(
         float(scale), group_reduce, kv_heads, group, page_size, rows, budget, fraction, sink, recent,
         compat.static_int(pages) if compat.is_constant(pages) else None, more,
+        newest_first, float(top_p), floor,
     )  # fmt: skip
     ids = compat.scratch(device, torch.int32, (batch, kv_heads, slots + more))
-    inputs = {"scores": compat.realize(scores), "bits": bits, "ids": ids}
+    inputs |= {"bits": bits, "ids": ids}
     if not constants["SINGLE"]:
         inputs["order"] = compat.scratch(device, torch.int32, (batch, kv_heads, pages))
     counts = emit(

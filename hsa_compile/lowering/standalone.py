@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import templates
+from .. import algorithms, templates
 from . import grids, options
 from .options import Config, Constants, Rows
 
@@ -86,7 +86,7 @@ def render(
 
     text = (
         jinja2.Environment(undefined=jinja2.StrictUndefined)
-        .from_string(templates.source(name))
+        .from_string(templates.source(name, options.page_kernel(constants)))
         .render(
             def_kernel=def_kernel,
             size=lambda tensor, dim: number(tensor, "size", dim),
@@ -269,6 +269,8 @@ def select(
     group_reduce: str,
     more: int = 0,
     bias: Tensor | None = None,
+    top_p: float = 1.0,
+    floor: int = 0,
     known_pages: bool = True,
     config: Config | None = None,
     scores: Tensor | None = None,
@@ -277,19 +279,22 @@ def select(
     """``hsa::select``; without ``known_pages`` as where the number of pages is symbolic."""
     batch, query_heads = q.shape[:2]
     kv_heads, pages = summary.shape[1:3]
-    if scores is None:
+    newest_first = algorithms.get(algorithm).parts == 0
+    if scores is None and not newest_first:
         scores = page_scores(q, summary, bits, algorithm, make=make)
-    if bias is not None:
+    if scores is not None and bias is not None:
         scores, scale = scores * scale + bias, 1.0
     constants = options.top_pages(
         scale, group_reduce, kv_heads, query_heads // kv_heads, page_size, rows_of(bits),
         budget_pages, fraction, sink, recent, pages if known_pages else None, more,
+        newest_first, top_p, floor,
     )  # fmt: skip
     config = (
         config or options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"]))[0]
     )
     ids = make((batch, kv_heads, slots + more), dtype=torch.int32, device=q.device)
-    inputs = {"scores": scores, "bits": bits, "ids": ids}
+    inputs = {} if scores is None else {"scores": scores}
+    inputs |= {"bits": bits, "ids": ids}
     if not {**constants, **config.blocks}["SINGLE"]:
         inputs["order"] = make((batch, kv_heads, pages), dtype=torch.int32, device=q.device)
     counts = launch(

@@ -126,8 +126,10 @@ def _rank(
     bias: Tensor | None,
 ) -> Tensor:
     """Each KV head's score of each page (see ``hsa_compile.ops.select``): ``[B, Hkv, P]``, fp32 or fp64."""
-    kv_heads = summary.shape[1]
+    batch, kv_heads, pages = summary.shape[:3]
     work = _work_dtype(q)
+    if algorithms.get(algorithm).parts == 0:
+        return torch.arange(pages, device=q.device).to(work).expand(batch, kv_heads, pages)
     query = algorithms.get(algorithm).expand_query(q[:, :, 0].to(work)).unflatten(1, (kv_heads, -1))
     if group_reduce == "softmax_mean" or bias is not None:
         query = query * scale
@@ -207,6 +209,8 @@ def select(
     group_reduce: str,
     more: int = 0,
     bias: Tensor | None = None,
+    top_p: float = 1.0,
+    floor: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See ``hsa_compile.ops.select``."""
     batch, kv_heads, pages = summary.shape[:3]
@@ -227,12 +231,18 @@ def select(
     if fraction:
         bought = (-(-(fraction * length) // (page_size * FRACTION_UNIT))).unsqueeze(-1)
     within = length.unsqueeze(-1) <= bought * page_size
-    wanted = torch.maximum(always_count, within + bought)
-
     rank = _rank(q, summary, bits, scale, algorithm, group_reduce, bias)
     # Where the cache is shorter than the budget, its length bounds the work, and padding makes up the shape.
     count = torch.sym_min(slots + more, pages)
     order, valid = _largest(torch.where(always, math.inf, rank), present, count)
+    bought = within + bought
+    if top_p < 1:
+        mass = torch.where(present, rank, -math.inf).exp()
+        reached = torch.where(valid, mass.expand(batch, kv_heads, pages).gather(-1, order), 0)
+        short = reached.cumsum(-1) < top_p * mass.sum(-1, keepdim=True)
+        needed = (short.sum(-1, keepdim=True) + 1).clamp(min=floor)
+        bought = torch.where(within, bought, torch.minimum(needed, bought))
+    wanted = torch.maximum(always_count, bought)
     place = torch.arange(count, device=q.device)
     if more:
         wanted = wanted.clamp(max=slots)

@@ -31,7 +31,7 @@ define(
     "prefetch_select(Tensor q, Tensor summary, Tensor bits, Tensor position, Tensor keys, Tensor values, "
     "Tensor(a!) table, Tensor(b!) owner, Tensor(c!) used, Tensor(d!) clock, Tensor(e!) pool_keys, "
     "Tensor(f!) pool_values, float scale, str algorithm, int page_size, int slots, int budget_pages, int fraction, "
-    "int sink, int recent, str group_reduce) -> (Tensor held, Tensor counts)"
+    "int sink, int recent, str group_reduce, float top_p=1.0, int floor=0) -> (Tensor held, Tensor counts)"
 )
 
 _ALIGNED = 256
@@ -59,12 +59,14 @@ def prefetch_select(
     sink: int,
     recent: int,
     group_reduce: str,
+    top_p: float = 1.0,
+    floor: int = 0,
 ) -> tuple[Tensor, Tensor]:
     rule = (scale, algorithm, page_size, slots, budget_pages, fraction, sink, recent, group_reduce)
     state, pools = (table, owner, used, clock), (pool_keys, pool_values)
     held, counts = _results(q, summary, slots)
     if q.device.type != "cuda":
-        ids, _ = aten.select(q, summary, bits, *rule)
+        ids, _ = aten.select(q, summary, bits, *rule, top_p=top_p, floor=floor)
         _, loads, counts = diff.diff(ids, position, page_size, *state, more=slots)
         fetch(keys, values, loads, counts, *pools, page_size, ahead=True)
         return held, counts
@@ -72,7 +74,7 @@ def prefetch_select(
 
     make = _Carver(held)
     with streams.beside(q.device):
-        ids, _ = standalone.select(q, summary, bits, *rule, make=make)
+        ids, _ = standalone.select(q, summary, bits, *rule, top_p=top_p, floor=floor, make=make)
         _, loads, _ = standalone.diff(
             ids, position, page_size, *state, more=slots, make=make, counts=counts
         )
@@ -130,5 +132,7 @@ def fake(
     sink: int,
     recent: int,
     group_reduce: str,
+    top_p: float = 1.0,
+    floor: int = 0,
 ) -> tuple[Tensor, Tensor]:
     return _results(q, summary, slots)

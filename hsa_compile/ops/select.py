@@ -17,6 +17,7 @@ head the group is reduced to one number a page:
 - ``max``: the largest raw score in the group.
 
 With a bias, ``scale * s_h(p) + bias_h(p)`` takes the place of ``scale * s_h``, and for ``max`` that of the raw score.
+An algorithm that keeps nothing of a page (``streaming``) ranks later pages first.
 
 Pages that hold one of the first ``sink`` attendable tokens, one of the last ``recent``, or the newest one are always
 in. They count towards the number of pages, ``ceil(budget / page_size)``, and are all of them where they are more. The
@@ -25,6 +26,11 @@ fraction is taken of the attendable tokens of the row; it is passed in units of 
 
 A row whose attendable tokens are no more than the pages of its budget hold may take one page more: tokens that begin
 inside a page touch one page more than they fill. Nothing is then left out of it.
+
+With ``top_p`` below 1 (Twilight, Lin et al., 2025, arXiv:2502.02770, with pages for tokens) a row that exceeds its
+budget takes the smallest number of pages whose estimated share of the softmax reaches it: ``exp`` of the rank of
+``softmax_mean``, summed over the pages that are always in and then by rank, relative to the sum over all pages. It
+takes at least ``floor`` pages, and at most what its budget buys.
 
 The last ``more`` columns name the pages that just missed the selection, those that would be next by score: ascending
 too, and padded with -1. They are not counted.
@@ -45,7 +51,8 @@ FRACTION_UNIT = 65536
 
 define(
     "select(Tensor q, Tensor summary, Tensor bits, float scale, str algorithm, int page_size, SymInt slots, "
-    "SymInt budget_pages, int fraction, int sink, int recent, str group_reduce, int more=0, Tensor? bias=None) "
+    "SymInt budget_pages, int fraction, int sink, int recent, str group_reduce, int more=0, Tensor? bias=None, "
+    "float top_p=1.0, int floor=0) "
     "-> (Tensor ids, Tensor counts)"
 )
 
@@ -72,6 +79,8 @@ def select_reference(
     group_reduce: str,
     more: int = 0,
     bias: Tensor | None = None,
+    top_p: float = 1.0,
+    floor: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The specification, row by row; in float64 where ``q`` is, else in float32."""
     batch, query_heads = q.shape[:2]
@@ -86,7 +95,9 @@ def select_reference(
         added = bias.to(work).expand(batch, query_heads, pages).unflatten(1, (kv_heads, group))
         scores, scale = scale * scores + added, 1.0
     seen = (bits.expand(batch, query_heads, pages) != 0).unflatten(1, (kv_heads, group))
-    if group_reduce == "softmax_mean":
+    if algorithms.get(algorithm).parts == 0:
+        rank = torch.arange(pages, device=q.device).expand(batch, kv_heads, pages)
+    elif group_reduce == "softmax_mean":
         logits = (scale * scores).masked_fill(~seen, -math.inf)
         normaliser = torch.logsumexp(logits, -1, keepdim=True)
         rank = torch.logsumexp(logits - normaliser.clamp(min=torch.finfo(work).min), -2)
@@ -109,8 +120,14 @@ def select_reference(
             }
             share = -(-(fraction * len(tokens)) // (page_size * FRACTION_UNIT))
             bought = share if fraction else budget_pages
-            wanted = min(slots, max(len(always), bought + (len(tokens) <= bought * page_size)))
             by_score = sorted(in_page.keys() - always, key=lambda p: (-float(rank[b, h, p]), p))
+            if len(tokens) <= bought * page_size:
+                bought += 1
+            elif top_p < 1:
+                mass = rank[b, h].exp()[[*always, *by_score]].cumsum(0)
+                reached = int((mass < top_p * mass[-1]).sum()) + 1
+                bought = min(bought, max(reached, floor))
+            wanted = min(slots, max(len(always), bought))
             cut = wanted - len(always)
             chosen, missed = sorted([*always, *by_score[:cut]]), sorted(by_score[cut : cut + more])
             ids[b, h, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
@@ -135,6 +152,8 @@ def fake(
     group_reduce: str,
     more: int = 0,
     bias: Tensor | None = None,
+    top_p: float = 1.0,
+    floor: int = 0,
 ) -> tuple[Tensor, Tensor]:
     batch, kv_heads = summary.shape[:2]
     ids = q.new_empty((batch, kv_heads, slots + more), dtype=torch.int32)

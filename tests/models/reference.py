@@ -88,6 +88,8 @@ def sparse_attention(
         policy.recent,
         policy.group_reduce,
         bias=None if mask.dtype == torch.bool else mean_bias(mask, policy.page_size),
+        top_p=policy.top_p,
+        floor=ceil(policy.min_budget / policy.page_size),
     )
     bias = None if mask.dtype == torch.bool else mask
     out, lse = sparse_attention_reference(

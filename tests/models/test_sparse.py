@@ -71,6 +71,25 @@ def test_a_fraction_is_of_what_each_row_attends(kind: str, budget: float) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("top_p", "algorithm"), [(0.3, "cuboid"), (0.75, "mean"), (0.75, "quest"), (0.97, "mean")]
+)
+def test_a_share_of_the_softmax(kind: str, top_p: float, algorithm: str) -> None:
+    """Rows stop where the estimate reaches it, each KV head by itself; the budget is the most."""
+    layer = policy(algorithm=algorithm, budget=96, top_p=top_p, min_budget=32, recent=8)
+    check("llama", kind, layer, length=160)
+
+
+def test_a_share_reads_less_than_the_budget() -> None:
+    model, read = tiny("llama"), []
+    for top_p in (0.2, 0.45, 1.0):
+        compiled = compile_hsa(model, policy(budget=128, top_p=top_p, min_budget=0, recent=8))
+        decode(model, compiled, "static", asked(160), fed())
+        read.append(sum(layer.tokens_read for layer in hsa_compile.stats(compiled).layers))
+    assert read[0] < 0.8 * read[1] < 0.64 * read[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_forced_pages_beyond_the_budget(kind: str) -> None:
     check("llama", kind, policy(budget=16, sink=20, recent=20))
 
@@ -107,8 +126,9 @@ def test_other_models(family: str, kind: str, attention: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_with_inductor(kind: str) -> None:
-    check("llama", kind, policy(), run="inductor")
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.6, "min_budget": 16}, {"algorithm": "streaming"}])
+def test_with_inductor(kind: str, more: dict[str, Any]) -> None:
+    check("llama", kind, policy(**more), run="inductor")
 
 
 @pytest.mark.parametrize("kind", KINDS)

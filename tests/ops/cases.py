@@ -39,6 +39,8 @@ class Case:
     sink: int = 4
     recent: int = 8
     softcap: float = 0.0
+    top_p: float = 1.0
+    floor: int = 0
     token_major: bool = False
     seed: int = 0
 
@@ -49,6 +51,12 @@ class Case:
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+    @property
+    def share(self) -> tuple[float, int]:
+        """Where a row stops; shares are estimated by the mean of softmax alone."""
+        estimated = self.group_reduce == "softmax_mean" and algorithms.get(self.algorithm).parts
+        return (self.top_p, self.floor) if estimated else (1.0, 0)
 
     def selection(self, tokens: int | None = None) -> tuple[object, ...]:
         """Arguments of ``select`` after q, summary and bits, with the slots that the rule needs."""
@@ -93,6 +101,9 @@ def cases(draw: st.DrawFn) -> Case:
         sink=draw(st.sampled_from((0, 1, 4, 40))),
         recent=draw(st.sampled_from((0, 1, 8, 70))),
         softcap=draw(st.sampled_from((0.0, 0.0, 0.7, 20.0))),
+        # No share that a number of equal pages reaches exactly.
+        top_p=draw(st.sampled_from((1.0, 1.0, 0.37, 0.83, 0.953))),
+        floor=draw(st.integers(0, 3)),
         token_major=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
@@ -137,7 +148,7 @@ class State:
     def selection(self, more: int = 0) -> tuple[object, ...]:
         """Arguments of ``select``."""
         rule = self.case.selection()
-        return (self.q, self.summary, self.bits, *rule, more, self.page_bias)
+        return (self.q, self.summary, self.bits, *rule, more, self.page_bias, *self.case.share)
 
     def fresh(self) -> tuple[Tensor, Tensor]:
         """Summaries built from scratch by the op."""
@@ -227,6 +238,9 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> State:
 def page_ranks(state: State) -> Tensor:
     """Scores by which pages compete, in fp64 and without a logarithm: ``[B, Hkv, P]``."""
     case = state.case
+    if algorithms.get(case.algorithm).parts == 0:
+        later = torch.arange(case.pages, dtype=torch.float64)
+        return later.expand(case.batch, case.kv_heads, case.pages)
     query = algorithms.get(case.algorithm).expand_query(state.q[:, :, 0].double())
     summary = state.summary.double().repeat_interleave(case.group, 1)
     scores = (summary @ query.unsqueeze(-1)).squeeze(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ class Case:
     pool: bool = False
     fetches: bool = False
     softcap: float = 0.0
+    top_p: float = 1.0
     written: int = 1
 
     def kernel(self, name: str) -> Kernel:
@@ -106,9 +108,10 @@ class Case:
         if name == "top_pages":
             constants = options.top_pages(
                 0.1, "softmax_mean", self.kv_heads, self.group, self.page, rows, slots, 0, 1, 32,
-                pages if self.known_pages else None,
+                pages if self.known_pages else None, 0, self.algorithm == "streaming", self.top_p, 8,
             )  # fmt: skip
-            inputs = {"scores": scores, "bits": bits, "ids": ids}
+            inputs = {} if self.algorithm == "streaming" else {"scores": scores}
+            inputs |= {"bits": bits, "ids": ids}
             if not constants["SINGLE"]:
                 inputs["order"] = meta(self.batch, self.kv_heads, pages, dtype=torch.int32)
             return Kernel(
@@ -267,6 +270,15 @@ def test_summaries_of_several_tokens_compile(child: Check, written: int) -> None
 def test_several_query_tokens_compile(child: Check, name: str, group: int) -> None:
     """Four and more heads a KV head, five and more tokens each, under a mask and a bias with a row each."""
     child(check_compiles, Case(group=group, per_head=True, bias=True), name, early=True)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("more", [{"top_p": 0.9}, {"algorithm": "streaming"}], ids=str)
+def test_other_selections_compile(child: Check, more: dict[str, Any], known: bool) -> None:
+    case = Case(known_pages=known, **more)
+    child(check_compiles, case, "top_pages", early=True)
+    child(check_compiles, case, "top_pages", literal=False)
+    child(check_compiles, case, "summarize", early=True)
 
 
 def test_capped_attention_compiles(child: Check) -> None:

@@ -62,7 +62,12 @@ def test_page_scores_by_hand(name: str) -> None:
     present = torch.tensor([[True], [True], [False]])
     q = torch.tensor([2.0, -1.0])
     # Quest: the best corner of [1, 3] x [-2, 4]. Cuboid: centre (2, 1), deviation (1, 3). Mean: the centre.
-    expected = {"quest": 2 * 3 + 1 * 2, "cuboid": (4 - 1) + (2 * 1 + 1 * 3), "mean": 4 - 1}
+    expected = {
+        "quest": 2 * 3 + 1 * 2,
+        "cuboid": (4 - 1) + (2 * 1 + 1 * 3),
+        "mean": 4 - 1,
+        "streaming": 0,
+    }
     score = algorithms.get(name)
     summary = score.summarize(keys, present)
     assert summary.shape[-1] == algorithms.summary_width(name, 2)

@@ -133,6 +133,8 @@ def check_select(
     tied: bool = False,
     more: int = 0,
     biased: bool = False,
+    top_p: float = 1.0,
+    floor: int = 0,
 ) -> None:
     bits = page_mask(make_mask(kind, shape), shape.page)
     q = torch.randn(shape.batch, shape.heads, 1, shape.dim).to(dtype)
@@ -143,6 +145,7 @@ def check_select(
     slots = budget + 1 if not fraction else bits.shape[-1]
     bias = 3 * torch.randn(1, shape.heads, bits.shape[-1]) if biased else None
     rest = (algorithm, shape.page, slots, budget, share, sink, recent, reduce, more, bias)
+    rest = (*rest, top_p, floor)
     ids, counts = select_reference(q.double(), summary.double(), bits, shape.scale, *rest)
     # Pages that cannot be attended are not read.
     union = bits.expand(shape.batch, shape.heads, -1).unflatten(1, (shape.kv_heads, shape.group))
@@ -364,6 +367,36 @@ def test_pages_that_just_missed(interpreted: Check, single: bool, more: int) -> 
             check_select, Shape(tokens=tokens), "mean", dtype, "batch", "softmax_mean", **rest
         )
     interpreted(check_select, shape, "mean", dtype, "batch", "softmax_mean", fraction=0.3, **rest)
+
+
+@pytest.mark.parametrize("top_p", [0.02, 0.37, 0.83, 0.999])
+@pytest.mark.parametrize("single", [True, False])
+def test_selection_that_stops_at_a_share(interpreted: Check, single: bool, top_p: float) -> None:
+    config = None if single else Config({"WAYS": 4, "SINGLE": False, "BLOCK": 16}, 4)
+    rest = {"config": config, "top_p": top_p, "slots": 30}
+    for shape, kind in (
+        (Shape(tokens=803), "batch"),
+        (Shape(tokens=803, group=1), "row full"),
+        (Shape(tokens=803, group=3, batch=1), "heads empty"),
+        (Shape(tokens=250), "batch left"),
+    ):
+        interpreted(check_select, shape, "cuboid", torch.float32, kind, "softmax_mean", **rest)
+    shape = Shape(tokens=803, group=4)
+    rest = {**rest, "floor": 5, "sink": 40, "recent": 70}
+    for more, biased in ((0, True), (4, False)):
+        interpreted(
+            check_select, shape, "mean", torch.float32, "row", "softmax_mean",
+            more=more, biased=biased, **rest,
+        )  # fmt: skip
+
+
+def test_a_share_of_equal_pages(interpreted: Check) -> None:
+    """50 pages of a fiftieth each: 0.37 of them is 19, the always selected first, then by index."""
+    for config in (None, Config({"WAYS": 2, "SINGLE": False, "BLOCK": 16}, 4)):
+        interpreted(
+            check_select, Shape(tokens=800), "mean", torch.float32, "row full", "softmax_mean",
+            slots=30, sink=0, tied=True, config=config, top_p=0.37,
+        )  # fmt: skip
 
 
 def test_nan_scores_rank_lowest(interpreted: Check) -> None:
