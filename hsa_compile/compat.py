@@ -245,6 +245,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def same_memory(one: Any, other: Any) -> bool:
+    """Whether two tensors, fake ones too, are views of the same memory."""
+    storages = (one.untyped_storage(), other.untyped_storage())
+    return bool(storages[0]._cdata == storages[1]._cdata)
+
+
 def module_of(model: Any) -> torch.nn.Module | None:
     """The module behind a compiled module, a module, or a (compiled or wrapped) bound method of one."""
     original = original_callable(model)

@@ -60,6 +60,9 @@ class LayerPolicy:
         top_p: share of the softmax, as the page scores estimate it, at which a row stops selecting, in (0, 1]; the
             budget is then the most that it selects. 1 selects the whole budget. Rows within the budget are read whole.
         min_budget: tokens that ``top_p`` does not go below (>= 0).
+        monitor: every how many steps one KV head is attended densely beside the step, to measure what the selection
+            captured (>= 0); 0 is never. See ``hsa_compile.stats``.
+        monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
 
     Raises:
         PolicyError: a field is out of range or of the wrong type.
@@ -77,6 +80,8 @@ class LayerPolicy:
     ahead: float = 0.25
     top_p: float = 1.0
     min_budget: int = 256
+    monitor: int = 0
+    monitor_bound: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -120,6 +125,22 @@ class LayerPolicy:
             )
 
         self._check_top_p()
+        self._check_monitor()
+
+    def _check_monitor(self) -> None:
+        if type(self.monitor) is not int or self.monitor < 0:
+            refuse("monitor", self.monitor, "an int >= 0 (steps; 0 is never)")
+        if type(self.monitor_bound) not in (int, float) or not 0 <= self.monitor_bound <= 1:
+            refuse(
+                "monitor_bound", self.monitor_bound, "a number from 0 to 1 (a share of the softmax)"
+            )
+        object.__setattr__(self, "monitor_bound", float(self.monitor_bound))
+        if self.monitor_bound and not self.monitor:
+            refuse(
+                "monitor_bound",
+                self.monitor_bound,
+                "0 without a monitor: give 'monitor' in steps, such as 64",
+            )
 
     def _check_top_p(self) -> None:
         if type(self.top_p) not in (int, float) or not 0 < self.top_p <= 1:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hsa_compile import registry
+from hsa_compile.runtime.monitor import Observed
+from hsa_compile.runtime.program import Program
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,9 @@ class LayerStats:
     would have read. The rest is of caches with ``placement="host"``, summed over batch rows and KV heads too: pages
     selected that were in the pool, pages loaded while the step waited for them, pages that lost their slot, bytes moved
     from the host, pages loaded ahead of their selection, and how many of these were selected before they were evicted.
+
+    Where the policy has a ``monitor``: how many query heads were observed, the mean and the 5th percentile of the share
+    of the dense softmax that their selections captured, and the mean error of their outputs relative to the dense ones.
     """
 
     index: int
@@ -33,6 +38,10 @@ class LayerStats:
     bytes_loaded: int = 0
     pages_prefetched: int = 0
     prefetched_used: int = 0
+    observed: int = 0
+    recall: float | None = None
+    recall_p5: float | None = None
+    output_error: float | None = None
 
     @property
     def hidden_share(self) -> float | None:
@@ -59,19 +68,28 @@ class Stats:
         pooled = any(layer.hit_rate is not None for layer in self.layers)
         names = ["layer", "module", "steps", "tokens read", "attendable"]
         pooled_names = ("pool hits", "MB loaded", "hidden")
-        names += ["share", *(pooled_names if pooled else ())]
+        watched = any(layer.recall is not None for layer in self.layers)
+        watched_names = ("captured", "5th pct", "error")
+        names += ["share", *(pooled_names if pooled else ()), *(watched_names if watched else ())]
         for name in names:
             table.add_column(name, justify="left" if name == "module" else "right")
         for layer in self.layers:
-            read, seen = layer.tokens_read / layer.steps, layer.tokens_attendable / layer.steps
-            share = f"{read / seen:.1%}" if seen else "-"
-            row = [str(layer.index), layer.path, str(layer.steps), f"{read:.1f}", f"{seen:.1f}"]
+            read, whole = layer.tokens_read / layer.steps, layer.tokens_attendable / layer.steps
+            share = f"{read / whole:.1%}" if whole else "-"
+            row = [str(layer.index), layer.path, str(layer.steps), f"{read:.1f}", f"{whole:.1f}"]
             moved = ["-", "-", "-"]
             if layer.hit_rate is not None:
                 loaded, hidden = layer.bytes_loaded / layer.steps / 1e6, layer.hidden_share
                 moved = [f"{layer.hit_rate:.1%}", f"{loaded:.2f}"]
                 moved += ["-" if hidden is None else f"{hidden:.1%}"]
-            table.add_row(*row, share, *(moved if pooled else ()))
+            seen = ["-", "-", "-"]
+            if layer.recall is not None:
+                seen = [
+                    f"{layer.recall:.1%}",
+                    f"{layer.recall_p5:.1%}",
+                    f"{layer.output_error:.1%}",
+                ]
+            table.add_row(*row, share, *(moved if pooled else ()), *(seen if watched else ()))
         console = Console(width=120, no_color=True, force_terminal=False)
         with console.capture() as captured:
             console.print(table)
@@ -108,8 +126,33 @@ def stats(model: Any) -> Stats:
                 total[2] += seen * program.steps / rows
                 moved = (hit, loaded, evicted, (loaded + ahead) * site.page_bytes, ahead, first)
                 total[3:] = [a + b for a, b in zip(total[3:], moved, strict=True)]
+    quality = _quality(programs)
     layers = tuple(
-        LayerStats(index, path, int(steps), read, seen, *map(int, moved))
-        for (index, path, _), (steps, read, seen, *moved) in sorted(totals.items())
+        LayerStats(*name[:2], int(steps), read, seen, *map(int, moved), *quality.get(name, ()))  # type: ignore[arg-type]
+        for name, (steps, read, seen, *moved) in sorted(totals.items())
     )
     return Stats(max((layer.steps for layer in layers), default=0), layers)
+
+
+def _quality(
+    programs: list[Program],
+) -> dict[tuple[int, str, int], tuple[int, float, float, float]]:
+    """What monitors saw, layer by layer; of several programs of a layer, means weighted by what each saw."""
+    found: dict[tuple[int, str, int], list[Observed]] = {}
+    for program in programs:
+        times: Counter[tuple[int, str]] = Counter()
+        for monitor in program.monitors:
+            for site, seen in zip(monitor.sites, monitor.observed(), strict=True):
+                times[site.index, site.path] += 1
+                if seen is not None:
+                    name = (site.index, site.path, times[site.index, site.path])
+                    found.setdefault(name, []).append(seen)
+    merged = {}
+    for name, several in found.items():
+        heads = sum(one.heads for one in several)
+
+        def mean(field: str, several: list[Observed] = several, heads: int = heads) -> float:
+            return sum(getattr(one, field) * one.heads for one in several) / heads
+
+        merged[name] = (heads, mean("recall"), mean("recall_p5"), mean("output_error"))
+    return merged

@@ -83,6 +83,27 @@ class GrownInput:
     tokens: int = 1
 
 
+@dataclass(frozen=True)
+class Watched:
+    """One site that is measured: the places of its operands among the values that are returned for monitors.
+
+    Queries, results and log-sum-exps are stacked for all sites that are alike; ``at`` is the site's place in a stack.
+    Keys and values are there only where they are no views of an input (or of an output that takes its place).
+    """
+
+    plan: LayerPlan
+    at: int
+    q: int
+    out: int
+    lse: int
+    bits: int
+    bias: int | None
+    keys: int | None
+    values: int | None
+    view: tuple[fx.Node, fx.Node]
+    """The graph inputs that keys and values are views of, where they are."""
+
+
 @dataclass
 class Rewritten:
     """What the rewrite did to the graph."""
@@ -92,6 +113,8 @@ class Rewritten:
     counters: list[tuple[torch.device, fx.Node, list[int]]] = field(default_factory=list)
     """A device, its counter input ``[sites, 2 or 7]``, and the sites (indices into ``sites``) of its rows."""
     outputs: int = 0
+    watched: list[Watched] = field(default_factory=list)
+    """Sites whose quality is measured, and where the values after the model's own outputs are."""
     overlaps: bool = False
     """Whether pages are copied beside the step."""
 
@@ -118,6 +141,9 @@ class _Rewriter:
         self.states: dict[tuple[object, ...], State] = {}
         self.ahead: dict[torch.device, list[fx.Node]] = {}
         self.early: dict[int, _Early] = {}
+        self.watched: list[
+            tuple[LayerPlan, tuple[fx.Node, ...], fx.Node | None, tuple[fx.Node, ...]]
+        ] = []
         self.inputs: dict[int, tuple[fx.Node, fx.Node, Pool | None]] = {}
         pooled = [plan.site for plan in plans if plan.pool_slots]
         self.on_host = {cache.write for site in pooled for cache in (site.keys, site.values)}
@@ -141,6 +167,7 @@ class _Rewriter:
                 self._look_ahead(at, at + 1)
         self._drop_outputs(output)
         self._count()
+        self._watch(output)
         self.result.overlaps = bool(self.ahead or self.early)
         return self.result
 
@@ -244,6 +271,9 @@ class _Rewriter:
                 if at in self.early:
                     moved = self.emit.call(operator.add, moved, self.early[at].moved)
             result = self.emit.call(operator.getitem, attended, 0)
+            if policy.monitor:
+                lse = self.emit.call(operator.getitem, attended, 1)
+                self.watched.append((plan, (query, result, lse, bits), bias, (keys, values)))
             if attention.queries > 1:
                 apart = self.emit.method("unflatten", result, 1, (q.shape[1], attention.queries))
                 result = self.emit.method("squeeze", apart, 3)
@@ -394,6 +424,59 @@ class _Rewriter:
         pages = self.emit.call(operator.floordiv, scaled, unit)
         forced = forced_pages(plan.policy.sink, plan.recent, plan.policy.page_size)
         return self.emit.call(operator.add, pages, forced), 0  # the fraction is the budget
+
+    # -- monitors
+
+    def _watch(self, output: fx.Node) -> None:
+        """Return what monitors need behind the model's own outputs: one value for all sites that are alike."""
+        alike: dict[object, list[int]] = {}
+        for i, (_, operands, _, _) in enumerate(self.watched):
+            held = [tensor(node) for node in operands[:3]]
+            key = [
+                (tuple(map(compat.expression, one.shape)), one.dtype, one.device)
+                for one in held
+                if one is not None
+            ]
+            alike.setdefault(tuple(key), []).append(i)
+        returned: list[fx.Node] = []
+
+        def place(node: fx.Node) -> int:
+            if node not in returned:
+                returned.append(node)
+            return returned.index(node)
+
+        with self.graph.inserting_before(output):
+            for sites in alike.values():
+                stacks = [
+                    place(self.emit.call(torch.stack, [self.watched[i][1][part] for i in sites]))
+                    for part in range(3)
+                ]
+                for at, i in enumerate(sites):
+                    plan, operands, bias, read = self.watched[i]
+                    caches = (plan.site.keys, plan.site.values)
+                    sources = [
+                        node if cache.kind == "dynamic" else cache.base
+                        for cache, node in zip(caches, read, strict=True)
+                    ]
+                    copies = [
+                        None if compat.same_memory(tensor(node), tensor(source)) else place(node)
+                        for node, source in zip(read, sources, strict=True)
+                    ]
+                    self.result.watched.append(
+                        Watched(
+                            plan,
+                            at,
+                            q=stacks[0],
+                            out=stacks[1],
+                            lse=stacks[2],
+                            bits=place(operands[3]),
+                            bias=None if bias is None else place(bias),
+                            keys=copies[0],
+                            values=copies[1],
+                            view=(sources[0], sources[1]),
+                        )
+                    )
+        output.args = ((*output.args[0], *returned),)  # type: ignore[misc]
 
     # -- counters
 

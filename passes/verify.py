@@ -34,7 +34,13 @@ def verify(gm: fx.GraphModule, rewritten: Rewritten) -> None:
             )
     kept = rewritten.outputs - sum(len(grown.places) for grown in rewritten.growing)
     output = next(iter(reversed(gm.graph.nodes)))
-    if len(output.args[0]) != kept:
+    returned = {
+        at
+        for site in rewritten.watched
+        for at in (site.q, site.out, site.lse, site.bits, site.bias, site.keys, site.values)
+        if at is not None
+    }
+    if len(output.args[0]) != kept + len(returned):
         raise RewriteError(
-            f"the rewritten graph returns {len(output.args[0])} values, {kept} were expected"
+            f"the rewritten graph returns {len(output.args[0])} values, {kept + len(returned)} were expected"
         )

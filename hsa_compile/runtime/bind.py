@@ -15,6 +15,7 @@ from hsa_compile import compat
 from hsa_compile.passes.positions import PositionOfWrite
 from hsa_compile.passes.rewrite import Rewritten, SparseSite
 
+from .monitor import Monitor, Read, Step, WatchedSite
 from .overrun import OverrunCheck
 from .program import CounterBlock, GrowingBinding, Program, SiteCounter, SizeReader, SummaryBinding
 from .state import SummaryLayout
@@ -28,9 +29,11 @@ class Bindings:
     growing: tuple[GrowingBinding, ...]
     blocks: tuple[CounterBlock, ...]
     outputs: int
+    watched: tuple[tuple[torch.device, tuple[WatchedSite, ...]], ...] = ()
 
     def program(self, inner: Callable[..., Sequence[object]]) -> Program:
-        return Program(inner, self.summaries, self.growing, self.blocks, self.outputs)
+        monitors = tuple(Monitor(sites, device) for device, sites in self.watched)
+        return Program(inner, self.summaries, self.growing, self.blocks, self.outputs, monitors)
 
 
 def bind(
@@ -70,6 +73,7 @@ def bind(
                 _block(rewritten, device, sites, readers) for device, _, sites in rewritten.counters
             ),
             len(names),
+            _watched(rewritten, at, readers, grown),
         ),
         inputs,
     )
@@ -111,6 +115,72 @@ def _summary(
         only_read=cache.kind == "fixed",
         overrun=None if site.write is None else _overrun(site.write, at, readers),
     )
+
+
+def _watched(
+    rewritten: Rewritten, at: dict[fx.Node, int], readers: Any, grown: set[fx.Node]
+) -> tuple[tuple[torch.device, tuple[WatchedSite, ...]], ...]:
+    by_device: dict[torch.device, list[WatchedSite]] = {}
+    for site in rewritten.watched:
+        attention, policy = site.plan.site.attention, site.plan.policy
+        reads = []
+        for place, source, node in zip(
+            (site.keys, site.values), site.view, (attention.k, attention.v), strict=True
+        ):
+            if place is not None:
+                reads.append(_returned(place))
+            elif source in grown:
+                reads.append(_input(at[source]))
+            else:
+                reads.append(_view(at[source], source, node, readers))
+        watched = WatchedSite(
+            attention.where.index,
+            attention.where.path,
+            policy.monitor,
+            policy.monitor_bound,
+            attention.scale,
+            attention.softcap,
+            policy.page_size,
+            _in_stack(site.q, site.at),
+            _in_stack(site.out, site.at),
+            _in_stack(site.lse, site.at),
+            reads[0],
+            reads[1],
+            _returned(site.bits),
+            None if site.bias is None else _returned(site.bias),
+        )
+        by_device.setdefault(attention.q.meta["example_value"].device, []).append(watched)
+    return tuple((device, tuple(sites)) for device, sites in by_device.items())
+
+
+def _returned(place: int) -> Read:
+    return lambda step: step.returned[place]  # type: ignore[return-value]
+
+
+def _in_stack(place: int, at: int) -> Read:
+    return lambda step: step.returned[place][at]  # type: ignore[index]
+
+
+def _input(argument: int) -> Read:
+    return lambda step: step.inputs[argument]  # type: ignore[return-value]
+
+
+def _view(argument: int, source: fx.Node, node: fx.Node, readers: Any) -> Read:
+    """What attention reads of an input: the same view of the argument of each call."""
+    whole, read = source.meta["example_value"], node.meta["example_value"]
+    sizes = [size_reader(size, readers) for size in read.shape]
+    strides = [size_reader(stride, readers) for stride in read.stride()]
+    offset = int(read.storage_offset() - whole.storage_offset())
+
+    def view(step: Step) -> Tensor:
+        held: Tensor = step.inputs[argument]  # type: ignore[assignment]
+        return held.as_strided(
+            [size(step.arguments) for size in sizes],
+            [stride(step.arguments) for stride in strides],
+            held.storage_offset() + offset,
+        )
+
+    return view
 
 
 def _overrun(write: PositionOfWrite, at: dict[fx.Node, int], readers: Any) -> OverrunCheck:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .growing import with_room_for
 from .host_tier import move_to_host
+from .monitor import Monitor, Step
 from .offload import join_all
 from .overrun import OverrunCheck
 from .state import OWNERS, PageState, SummaryLayout, root_of, settle, state_of
@@ -102,12 +103,16 @@ class Program:
         growing: tuple[GrowingBinding, ...],
         blocks: tuple[CounterBlock, ...],
         outputs: int,
+        monitors: tuple[Monitor, ...] = (),
     ) -> None:
+        self.monitors = monitors
         self.inner, self.summaries, self.growing, self.blocks = inner, summaries, growing, blocks
         self.outputs = outputs
         self.steps = 0
         self._hosted = any(binding.values is not None for binding in summaries)
         self._placed = {at for cache in growing for at in cache.outputs}
+        self._own = outputs - len(self._placed)
+        """What the graph returns of the model's outputs; behind them is what monitors read."""
 
     def __call__(self, *arguments: object) -> tuple[object, ...]:
         inputs = list(arguments)
@@ -125,6 +130,7 @@ class Program:
             if binding.only_read:
                 settle(state, binding.read(inputs))
         results = self.inner(*inputs, *extra, *(block.values for block in self.blocks))
+        results, returned = results[: self._own], results[self._own :]
         outputs = self._assemble(results, inputs)
         for binding, state in zip(self.summaries, states, strict=True):
             if binding.moves_to is not None:
@@ -135,6 +141,8 @@ class Program:
                 settle(state, binding.read(inputs))
         for block in self.blocks:
             block.step(arguments)
+        for monitor in self.monitors:
+            monitor.after(Step(self.steps, arguments, inputs, returned))
         self.steps += 1
         return outputs
 

@@ -1,4 +1,4 @@
-"""The stream on which pages are copied ahead, one a device.
+"""The streams beside the current one, one a device: on which pages are copied ahead, and on which quality is measured.
 
 A fork waits for what was queued before it, a join makes what is queued after it wait; in between, both streams run.
 Both are recorded into a CUDA graph that is being captured.
@@ -27,6 +27,23 @@ def beside(device: torch.device) -> Iterator[None]:
     side = side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
+        yield
+
+
+@functools.cache
+def watching_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=0)
+
+
+@contextlib.contextmanager
+def watching(device: torch.device) -> Iterator[None]:
+    """What is launched inside runs after what was queued before, on a stream that nothing ever waits for.
+
+    It is not the one of :func:`beside`, whose copies steps do wait for.
+    """
+    stream = watching_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         yield
 
 
