@@ -8,6 +8,9 @@ Variants of the host tier: ``host`` waits for every page, ``host_next_rank`` and
 ``host_without_io`` loads none, whose results are wrong and whose time is the floor. What is hidden is the share of the
 difference between the first and the last that loading ahead saves. ``host@2.75`` has a pool of 2.75 selections.
 
+``hsa_monitored`` measures what the selection loses, each layer in every 20th step, which is once a round, and
+``hsa_top_p`` stops at a share of 0.9 (which random keys, all alike, reach late).
+
 Values matter to nothing but the pool of ``--variants host``: to how far selections of successive steps differ. So that
 a few percent of the selected pages are misses, as on pretrained models, attention adds little to the residual stream,
 and keys are weaker where the rotary embedding turns fast (``--fast``). The hit rate is in the JSON.
@@ -36,6 +39,7 @@ from benchmarks import common
 from hsa_compile.runtime.host_memory import host_bytes
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
+EXTRA = {"hsa": {}, "hsa_monitored": {"monitor": 20}, "hsa_top_p": {"top_p": 0.9}}
 PREFETCH = {"host_next_rank": "next_rank", "host_cross_layer": "cross_layer"}
 
 
@@ -129,11 +133,12 @@ def without_attention(model: Any) -> None:
 
 
 def compiled_variant(model: Any, variant: str, args: argparse.Namespace) -> Any:
-    if variant != "hsa" and not variant.startswith("host"):
+    if variant not in EXTRA and not variant.startswith("host"):
         return torch.compile(model, mode="reduce-overhead")
     policy: dict[str, Any] = {"budget": args.budget, "page_size": args.page}
+    policy |= EXTRA.get(variant, {})
     name, _, pool = variant.partition("@")
-    if name != "hsa":
+    if name not in EXTRA:
         policy |= {
             "placement": "host",
             "pool": float(pool or args.pool),
@@ -187,9 +192,10 @@ def measure(
     }
     if args.profile:
         result["kernels"] = kernel_times(step)
-    if variant == "hsa":
+    if variant in EXTRA:
         layer = hsa_compile.stats(compiled).layers[0]
         result["tokens_read_a_step"] = layer.tokens_read / layer.steps
+        result["recall"] = layer.recall
     if variant.startswith("host"):
         result |= tiers(before, hsa_compile.stats(compiled).layers)
     print(result, flush=True)

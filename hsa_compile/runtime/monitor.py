@@ -1,8 +1,9 @@
 """What selection loses, measured while a model decodes: sampled heads are attended densely beside the steps.
 
 Every ``every`` steps one KV head of one batch row of each watched layer is drawn, and its query heads attend to all
-that the mask lets them, after the step and, on a GPU, on a stream of its own: no later step waits for it. From the two
-log-sum-exps follows the share of the dense softmax that the selection captured (its recall), from the two results the
+that the mask lets them, after the step and, on a GPU, on a stream of its own: no later step waits for it. Layers take
+turns, so that what a step launches for it stays within the time that the host has to spare. From the two log-sum-exps
+follows the share of the dense softmax that the selection captured (its recall), from the two results the
 error of the output. Both are added up on the device.
 """
 
@@ -27,6 +28,7 @@ BINS = 200
 """Of the histogram of recalls: a percentile is known to half a percent."""
 _RECENT, _FEW = 8, 4
 """Observations whose mean is held against the bound, once there are a few."""
+_MOST_PENDING = 64
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,13 @@ class Monitor:
             self.sums = torch.zeros((len(sites), 3), dtype=torch.float64, device=device)
         self._recent = [deque[float](maxlen=_RECENT) for _ in sites]
         self._warned: set[int] = set()
-        self._pending: _Pending | None = None
+        self._pending: deque[_Pending] = deque()
 
     def after(self, step: Step) -> None:
         """Look at the layers whose turn it is."""
         self._collect()
-        due = [i for i, site in enumerate(self.sites) if step.number % site.every == 0]
-        if not due or self._pending is not None:
+        due = [i for i, site in enumerate(self.sites) if (step.number - i) % site.every == 0]
+        if not due or len(self._pending) >= _MOST_PENDING:
             return
         with torch.no_grad():
             samples = [self._sample(i, step) for i in due]
@@ -123,12 +125,12 @@ class Monitor:
                 means = torch.stack(latest).to("cpu", non_blocking=True)
                 done = torch.cuda.Event()
                 done.record()
-            self._pending = _Pending(done, due, means, samples)
+            self._pending.append(_Pending(done, due, means, samples))
 
     def observed(self) -> list[Observed | None]:
         """What was seen of each layer so far. On a GPU this waits for it."""
-        if self._pending is not None:
-            self._pending.done.synchronize()
+        if self._pending:
+            self._pending[-1].done.synchronize()
         self._collect()
         found: list[Observed | None] = []
         for counts, sums in zip(self.histogram.tolist(), self.sums.tolist(), strict=True):
@@ -176,11 +178,10 @@ class Monitor:
         return recall.sum() / heads
 
     def _collect(self) -> None:
-        """Judge what was measured, if it is done; never waits."""
-        if self._pending is None or not self._pending.done.query():
-            return
-        pending, self._pending = self._pending, None
-        self._judge(pending.sites, list(pending.means))
+        """Judge what is measured so far; never waits."""
+        while self._pending and self._pending[0].done.query():
+            pending = self._pending.popleft()
+            self._judge(pending.sites, list(pending.means))
 
     def _judge(self, sites: list[int], means: Sequence[Tensor]) -> None:
         for i, mean in zip(sites, map(float, means), strict=True):
@@ -203,9 +204,8 @@ class Monitor:
 
     def __del__(self) -> None:
         # The samples hold memory that the other stream may still read.
-        pending = getattr(self, "_pending", None)
-        if pending is not None:
-            pending.done.synchronize()
+        if getattr(self, "_pending", None):
+            self._pending[-1].done.synchronize()
 
 
 @dataclass(frozen=True)
