@@ -16,6 +16,8 @@ from benchmarks.accuracy.store import Store
 from hsa_compile import LayerPolicy, Policy, PolicyError
 from hsa_compile.ops.select import select_reference
 
+from .models.reference import page_summaries
+
 CONTEXT = 700
 
 
@@ -203,6 +205,7 @@ def test_captured_mass_against_brute_force(algorithm, additive):
     got, best = step.captured(policy)
     ids = step.selected(policy)
     summary, bits = step._summary(algorithm, 16)
+    torch.testing.assert_close(summary, page_summaries(keys, seen, policy))
     reference, _ = select_reference(
         q, summary, bits, 0.4, algorithm, 16, 5, 3, 0, 2, 3, "softmax_mean"
     )
