@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -196,7 +197,7 @@ def test_mass_is_that_of_attention_written_out():
 
 
 @pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("algorithm", ["cuboid", "mean", "quest"])
+@pytest.mark.parametrize("algorithm", ["cuboid", "mean", "quest", "streaming"])
 def test_captured_mass_against_brute_force(algorithm, additive):
     q, keys, seen = _case()
     policy = LayerPolicy(algorithm=algorithm, budget=48, page_size=16, sink=2, recent=3)
@@ -205,7 +206,8 @@ def test_captured_mass_against_brute_force(algorithm, additive):
     got, best = step.captured(policy)
     ids = step.selected(policy)
     summary, bits = step._summary(algorithm, 16)
-    torch.testing.assert_close(summary, page_summaries(keys, seen, policy))
+    if algorithm != "streaming":  # which keeps nothing of a page
+        torch.testing.assert_close(summary, page_summaries(keys, seen, policy))
     reference, _ = select_reference(
         q, summary, bits, 0.4, algorithm, 16, 5, 3, 0, 2, 3, "softmax_mean"
     )
@@ -234,6 +236,20 @@ def test_what_fits_into_the_budget_is_captured_whole():
     assert (got < 1).all() and (got <= best + 1e-6).all()
 
 
+def test_a_share_of_the_softmax_bounds_what_is_captured():
+    q, keys, seen = _case()
+    step = mass.Step(3 * q, keys, seen, 1.0)
+    policy = LayerPolicy(budget=64, page_size=16, sink=0, recent=1, min_budget=0)
+    counts = []
+    for top_p in (1.0, 0.9, 0.2):
+        chosen = dataclasses.replace(policy, top_p=top_p)
+        counts.append((step.selected(chosen) >= 0).sum(-1)[0])  # the other row is within the budget
+        got, best = step.captured(chosen)
+        assert (got <= best + 1e-6).all()
+    assert (counts[0] == 4).all() and (counts[2] < counts[0]).any()
+    assert (counts[2] <= counts[1]).all() and (counts[1] <= counts[0]).all()
+
+
 def test_a_soft_cap_is_part_of_the_true_mass():
     q, keys, seen = _case()
     scores = 0.4 * torch.einsum("bhgd,bhsd->bhgs", q[:, :, 0].unflatten(1, (2, 3)), keys)
@@ -253,9 +269,8 @@ def test_quantiles_of_bins():
 
 
 def test_policies_of_a_run(tmp_path):
-    grid = policies.grid(["cuboid", "window"], [256], [16, 32])
-    assert list(grid) == ["cuboid 256/16", "cuboid 256/32", "window 256/16", "window 256/32"]
-    assert grid["window 256/16"].default.recent == 240
+    grid = policies.grid(["cuboid", "streaming"], [256], [16, 32])
+    assert list(grid) == ["cuboid 256/16", "cuboid 256/32", "streaming 256/16", "streaming 256/32"]
     path = tmp_path / "mine.yaml"
     path.write_text("default: {budget: 64, placement: host}\nlayers: {0: dense}\n")
     named = policies.explicit(["quest", "dense", str(path)])
@@ -268,7 +283,7 @@ def test_policies_of_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "labels"),
     [
-        (["--small"], ["cuboid 256/16", "mean 256/16", "quest 256/16"]),
+        (["--small"], [f"{name} 256/16" for name in ("cuboid", "mean", "quest", "streaming")]),
         (["--small", "--policy", "quest"], ["quest"]),
         (["--policy", "dense", "--algorithms"], ["dense, compiled"]),
         (
@@ -295,7 +310,6 @@ def test_which_policies_are_compared(arguments, labels):
         (["--policy", "qest"], "did you mean 'quest'"),
         (["--dtype", "bf16"], "--dtype 'bf16' is not valid; .* did you mean 'bfloat16'"),
         (["--question", "spares"], "did you mean 'sparse'"),
-        (["--algorithms", "window", "--budgets", "0.5"], "budget 0.5 is not valid for 'window'"),
         (["--algorithms"], "no policy to measure"),
         (["--model", "/no/such/folder"], "--model '/no/such/folder' cannot be loaded"),
         (["--text", "cod"], "--text 'cod' is not valid; .* did you mean 'code'"),

@@ -113,7 +113,8 @@ class Step:
             # Nothing is covered yet, so every page is summarised; where the last token is has no part in it.
             covered = bits.new_full((*summary.shape[:3], 2), -1)
             last = torch.tensor([keys.shape[2] - 1], device=keys.device)
-            torch.ops.hsa.summarize(keys, bits, last, summary, covered, algorithm, page_size)
+            if width:
+                torch.ops.hsa.summarize(keys, bits, last, summary, covered, algorithm, page_size)
             self._summaries[key] = summary, bits
         return self._summaries[key]
 
@@ -123,9 +124,12 @@ class Step:
         whole = isinstance(policy.budget, int)
         budget = policy.pages(0) if whole else 0
         fraction = 0 if whole else round(policy.budget * FRACTION_UNIT)
+        additive = self.mask.dtype != torch.bool
+        bias = torch.ops.hsa.page_bias(self.mask, policy.page_size) if additive else None
         return torch.ops.hsa.select(
             *(self.q, summary, bits, self.scale, policy.algorithm, policy.page_size),
             *(summary.shape[2], budget, fraction, policy.sink, policy.recent, policy.group_reduce),
+            *(0, bias, *policy.share),
         )[0]
 
     def captured(self, policy: LayerPolicy) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,7 @@ from hsa_compile.errors import did_you_mean, listed
 from hsa_compile.policy import PRESETS
 
 DENSE = "dense"
-WINDOW = "window"
 Budget = int | float
-
-
-def scores() -> tuple[str, ...]:
-    """Valid values of ``--algorithms``: the page scores, and ``window``."""
-    return (*algorithms.names(), WINDOW)
 
 
 def grid(
@@ -26,33 +20,17 @@ def grid(
 ) -> dict[str, Policy]:
     """Every combination by its label, such as "cuboid 1024/32": score, budget / page size.
 
-    "window" looks at no score. It reads the sinks and the last tokens, as many as the budget buys, and shows what a
-    task is worth: what this finds too was not found by selection.
-
     Raises:
         PolicyError: a budget or a page size is not valid.
     """
-    found = {}
-    for name in names:
-        for page_size in page_sizes:
-            for budget in budgets:
-                policy = LayerPolicy(
-                    algorithm="mean" if name == WINDOW else name, budget=budget, page_size=page_size
-                )
-                if name == WINDOW:
-                    policy = _window(policy)
-                found[f"{name} {budget}/{page_size}"] = Policy(policy)
-    return found
-
-
-def _window(policy: LayerPolicy) -> LayerPolicy:
-    if isinstance(policy.budget, float):
-        raise AccuracyError(
-            f"budget {policy.budget} is not valid for {WINDOW!r}; valid: an int (tokens)"
+    return {
+        f"{name} {budget}/{page_size}": Policy(
+            LayerPolicy(algorithm=name, budget=budget, page_size=page_size)
         )
-    # Sinks take a page. A window may touch one page more than it fills, so no page is left to a score.
-    recent = (policy.pages(0) - 1) * policy.page_size
-    return dataclasses.replace(policy, recent=recent)
+        for name in names
+        for page_size in page_sizes
+        for budget in budgets
+    }
 
 
 def explicit(sources: Iterable[str]) -> dict[str, Policy]:
@@ -98,7 +76,7 @@ def together(*groups: dict[str, Policy]) -> dict[str, Policy]:
 
 def check_scores(names: Sequence[str]) -> None:
     """Raise an AccuracyError unless all are valid for ``--algorithms``."""
-    check_each("--algorithms", names, scores())
+    check_each("--algorithms", names, algorithms.names())
 
 
 def check_each(option: str, values: Sequence[str], valid: Sequence[str]) -> None:

@@ -76,10 +76,13 @@ class Store:
         for label, policy in policies.items():
             content = policy.to_dict()
             content["layers"] = {str(key): layer for key, layer in content["layers"].items()}
-            if self.policies.setdefault(label, content) != content:
+            # Compared as policies: the file may be older than some of their fields.
+            known = self.policies.get(label)
+            if known is not None and Policy.load(known) != policy:
                 raise AccuracyError(
                     f"{self.path} has another policy called {label!r}; valid: another --json, or rename the file"
                 )
+            self.policies[label] = content
 
     def missing(self, keys: list[Key]) -> list[Key]:
         """Those that have no record yet."""
