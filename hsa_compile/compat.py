@@ -111,6 +111,48 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def is_flex_attention(target: object) -> bool:
+    """Whether a call's target is ``flex_attention`` as Dynamo traces it."""
+    from torch._higher_order_ops.flex_attention import flex_attention
+
+    return target is flex_attention
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """What ``flex_attention`` is given of a ``BlockMask``, as the graph holds it.
+
+    In each row of ``q_block`` queries, the first ``count`` blocks of ``kv_block`` keys that ``indices`` names are
+    attended where ``mask_mod`` says so, those of ``full_count`` and ``full_indices`` (perhaps None) wherever they are:
+    counts ``[B or 1, H or 1, rows]``, indices ``[B or 1, H or 1, rows, blocks]``.
+    """
+
+    count: Any
+    indices: Any
+    full_count: Any
+    full_indices: Any
+    q_block: int
+    kv_block: int
+    mask_mod: Any
+
+    @property
+    def whole(self) -> bool:
+        """Whether one block is larger than any sequence, as where no ``BlockMask`` was given."""
+        from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE as large
+
+        return self.q_block == self.kv_block == large
+
+
+def block_lists(block_mask: Sequence[Any]) -> BlockLists | None:
+    """The block mask of a ``flex_attention`` call, ``BlockMask.as_tuple``; None where its form is not known.
+
+    Before the sizes, 2.13 added what only a backward pass reads.
+    """
+    if len(block_mask) < 9 or not all(isinstance(size, int) for size in block_mask[-3:-1]):
+        return None
+    return BlockLists(*block_mask[2:6], *block_mask[-3:])
+
+
 def is_mutable(op: torch._ops.OpOverload) -> bool:
     """Whether an op declares to write an argument."""
     return op._schema.is_mutable
@@ -210,6 +252,14 @@ def _graph_pass(identity: str, ours: Callable[[torch.fx.Graph], None] | None, ch
 def storage_key(tensor: torch.Tensor) -> int:
     """The same for all tensors on one storage, fake ones too, while one of them lives."""
     return tensor.untyped_storage()._cdata
+
+
+def written_storage(tensor: torch.Tensor) -> int | None:
+    """The :func:`storage_key` of what a write reaches, or None where that cannot be told: within ``vmap``."""
+    try:
+        return storage_key(tensor)
+    except NotImplementedError:
+        return None
 
 
 def tensors_on(storage: torch.UntypedStorage) -> int:

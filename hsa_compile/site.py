@@ -67,7 +67,8 @@ class Attention:
     ``anchor`` is the SDPA or softmax node, ``scores`` the node that reads the keys, ``out`` the one that reads the
     values and is replaced; what it holds is the result ``[B, Hq, L, Dv]`` permuted by ``out_dims`` (or,
     where it has three dimensions, with batch and heads merged into one). ``cap(s)`` is
-    ``softcap * tanh(s / softcap)``, or s where ``softcap`` is 0.
+    ``softcap * tanh(s / softcap)``, or s where ``softcap`` is 0. ``lse`` holds the log-sum-exp ``[B, Hq, L]`` to base 2
+    of the masked scores, and is replaced too; None where nobody asks for it.
     """
 
     where: Where
@@ -82,6 +83,7 @@ class Attention:
     softcap: float = 0.0
     sink: Sink | None = None
     out_dims: tuple[int, ...] = (0, 1, 2, 3)
+    lse: fx.Node | None = None
 
     @property
     def queries(self) -> int:

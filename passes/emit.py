@@ -23,9 +23,13 @@ class Emitter:
         node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         return self._propagated(node, target, args, kwargs)
 
-    def method(self, name: str, *args: object) -> fx.Node:
-        node = self.graph.call_method(name, args)  # type: ignore[arg-type]
-        return self._propagated(node, lambda this, *rest: getattr(this, name)(*rest), args, {})
+    def method(self, name: str, *args: object, **kwargs: object) -> fx.Node:
+        node = self.graph.call_method(name, args, kwargs)  # type: ignore[arg-type]
+
+        def run(this: object, *rest: object, **named: object) -> object:
+            return getattr(this, name)(*rest, **named)
+
+        return self._propagated(node, run, args, kwargs)
 
     def _propagated(
         self, node: fx.Node, run: Callable[..., object], args: object, kwargs: object
@@ -33,8 +37,12 @@ class Emitter:
         """Give a new node the value that it holds under the trace, so that ``verify`` can compare."""
         if isinstance(run, torch._ops.OpOverload) and not run._schema.returns:
             return node
-        with self.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-            held = run(*map_arg(args, value), **map_arg(kwargs, value))  # type: ignore[arg-type]
+        try:
+            with self.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+                held = run(*map_arg(args, value), **map_arg(kwargs, value))  # type: ignore[arg-type]
+        except BaseException:
+            self.graph.erase_node(node)
+            raise
         node.meta["example_value"] = held
         return node
 

@@ -3,10 +3,11 @@
     before: anything
     after:  the graph unchanged but for unused views; an ``Attention`` or a ``Reject`` for each site, in graph order
 
-Two anchors: ``scaled_dot_product_attention``, and a softmax whose operand comes from a product of two activations and
-whose result goes into one. From the anchor the operands are walked by hand: back over casts, scales and masks to the
-query-key product (``scores``), forwards over casts and inference dropout to the value product (``products``), and from
-both through the repetition of KV heads (``operands``).
+Three anchors: ``scaled_dot_product_attention``; ``flex_attention``, whose functions are read in ``flex``; and a softmax
+whose operand comes from a product of two activations and whose result goes into one. From the last the operands are
+walked by hand: back over casts, scales and masks to the query-key product (``scores``), forwards over casts and
+inference dropout to the value product (``products``). From all of them what is read is followed through the repetition
+of KV heads (``operands``).
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from hsa_compile import compat
 from hsa_compile.lowering.limits import MAX_STEP
 from hsa_compile.site import Attention, MaskTerm, Reject, Sink, Where
 
+from .flex import flex_call, modified_scores
 from .graph_tools import VIEWS, Mismatch, argument, fixed, number, op, same, tensor, where
 from .operands import STRAIGHT, Dims, arranged, operand
 from .products import query_key, weights_values
 from .scores import LOOSE, PRODUCTS, TRANSPARENT, separates_or_merges, trace_scores
+from .splice import Splicer
+
+_OPERANDS = ("query", "key", "value")
 
 _UNKNOWN = {
-    "flex_attention": "flex_attention is not rewritten",
     "multi_head_attention_forward": "torch.nn.MultiheadAttention's fused forward keeps no KV cache",
     "_transformer_encoder_layer_fwd": "torch.nn.TransformerEncoderLayer's fused forward keeps no KV cache",
 }
@@ -36,7 +41,8 @@ _UNKNOWN = {
 def find_attention(graph: fx.Graph) -> list[Attention | Reject]:
     """All attention sites of the graph, in order."""
     found: list[Attention | Reject] = []
-    for node in graph.nodes:
+    splicer: Splicer | None = None
+    for node in list(graph.nodes):
         name = op(node)
         place = where(node, len(found))
         try:
@@ -44,6 +50,9 @@ def find_attention(graph: fx.Graph) -> list[Attention | Reject]:
                 raise Mismatch(_UNKNOWN[name], node)
             if name == "scaled_dot_product_attention":
                 found.append(_from_sdpa(node, place))
+            elif compat.is_flex_attention(node.target):
+                splicer = splicer or Splicer(graph)
+                found.append(_from_flex(node, place, splicer))
             elif name == "softmax" and _looks_like_attention(node):
                 found.append(_from_softmax(node, place))
         except Mismatch as miss:
@@ -52,7 +61,7 @@ def find_attention(graph: fx.Graph) -> list[Attention | Reject]:
 
 
 def _from_sdpa(node: fx.Node, place: Where) -> Attention:
-    q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    q, k, v = (argument(node, i, name) for i, name in enumerate(_OPERANDS))
     mask = argument(node, 3, "attn_mask")
     if argument(node, 4, "dropout_p", 0.0) != 0:
         raise Mismatch("dropout is active", node)
@@ -74,6 +83,23 @@ def _from_sdpa(node: fx.Node, place: Where) -> Attention:
     if causal:
         terms += (MaskTerm("causal"),)
     return _attention(place, node, node, q, (k, STRAIGHT), (v, STRAIGHT), factor, terms)
+
+
+def _from_flex(node: fx.Node, place: Where, splicer: Splicer) -> Attention:
+    call = flex_call(node)
+    q, k, v = (_four_dimensional(argument(node, i, name), node) for i, name in enumerate(_OPERANDS))
+    factor = number(argument(node, 5, "scale"))
+    if factor is None:
+        raise Mismatch("the scale is a tensor, not a number known at compile time", node)
+    found = _attention(place, call.out, node, q, (k, STRAIGHT), (v, STRAIGHT), factor, ())
+    scores = modified_scores(call, splicer, found.q, found.k)
+    return replace(
+        found,
+        scale=_positive(found.scale * scores.scale, node),
+        masks=tuple(scores.masks),
+        softcap=scores.softcap,
+        lse=call.lse,
+    )
 
 
 def _from_softmax(softmax: fx.Node, place: Where) -> Attention:
@@ -117,9 +143,7 @@ def _attention(
     value = operand(_four_dimensional(v[0], anchor), v[1], constants=False)
     query, keys, values = tensor(q), tensor(key.node), tensor(value.node)
     assert query is not None and keys is not None and values is not None
-    scale *= key.factor
-    if scale <= 0:
-        raise Mismatch("the scale is zero" if scale == 0 else f"the scale is {scale:g}", anchor)
+    scale = _positive(scale * key.factor, anchor)
     length = query.shape[2]
     if fixed(length) is None:
         raise Mismatch(
@@ -142,6 +166,12 @@ def _attention(
             f"{query.shape[1]} query heads are no multiple of {keys.shape[1]} KV heads", anchor
         )
     return Attention(place, out, anchor, anchor, q, key.node, value.node, scale, masks)
+
+
+def _positive(scale: float, anchor: fx.Node) -> float:
+    if scale <= 0:
+        raise Mismatch("the scale is zero" if scale == 0 else f"the scale is {scale:g}", anchor)
+    return scale
 
 
 def _four_dimensional(node: object, anchor: fx.Node) -> fx.Node:

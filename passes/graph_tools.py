@@ -113,6 +113,8 @@ _MODIFYING_OPERATORS = frozenset(
     for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
     for prefix, suffix in (("i", ""), ("__i", "__"))
 )
+_FUNCTIONAL_OPERATORS = frozenset({"and_", "or_", "not_", "is_"})
+"""Of Python, whose names are only kept apart from its keywords."""
 VIEWS = frozenset(
     "getitem transpose permute view view_as reshape flatten unflatten unsqueeze squeeze narrow select expand expand_as "
     "chunk split unbind detach contiguous mT getattr to float".split()
@@ -124,7 +126,7 @@ def modifies(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = raw_name(node)
-    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _FUNCTIONAL_OPERATORS
     return name in ("setitem", "__setitem__") or in_place or name in _MODIFYING_OPERATORS
 
 
@@ -167,7 +169,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
 def may_write(node: fx.Node) -> bool:
     """Whether a call may write any of its operands: by its schema, by ``out=``, or in a graph or kernel of its own."""
     if node.op == "call_module" or compat.is_higher_order(node.target):
-        return True
+        return not compat.is_flex_attention(node.target)  # which refuses functions that write
     return "out" in node.kwargs or any(map(compat.is_mutable, compat.overloads(node.target)))
 
 

@@ -31,7 +31,7 @@ def merge_equal(graph: fx.Graph) -> None:
             memory = _memory(node)
             if memory is None or memory in returned:
                 continue
-            key = (node.target, writes, _frozen(node.args), _frozen(node.kwargs))
+            key = (node.target, writes, frozen(node.args), frozen(node.kwargs))
             first = seen.setdefault(key, node)
             if first is not node:
                 node.replace_all_uses_with(first)
@@ -44,10 +44,10 @@ def _memory(node: fx.Node) -> int | None:
     return compat.storage_key(held) if isinstance(held, torch.Tensor) else None
 
 
-def _frozen(argument: object) -> object:
+def frozen(argument: object) -> object:
     """A key for arguments: equal where they are the same nodes and the same constants (1 is not 1.0, nor 0.0 -0.0)."""
     if isinstance(argument, (tuple, list)):
-        return tuple(map(_frozen, argument))
+        return tuple(map(frozen, argument))
     if isinstance(argument, dict):
-        return tuple((name, _frozen(value)) for name, value in argument.items())
+        return tuple((name, frozen(value)) for name, value in argument.items())
     return argument if isinstance(argument, fx.Node) else (type(argument), repr(argument))

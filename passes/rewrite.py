@@ -22,6 +22,7 @@ which the runtime binds to the cache at every call.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, field
 
@@ -57,6 +58,8 @@ class SparseSite:
     values_input: fx.Node
     write: PositionOfWrite | None = None
     """Where the write's position is checked before a step rather than in it."""
+    lse: fx.Node | None = None
+    """What takes the place of the attention's log-sum-exp, where that is used."""
 
     @property
     def counted(self) -> int:
@@ -287,14 +290,20 @@ class _Rewriter:
                 result = self._laid_out(result, out)
             if out.dtype != q.dtype:
                 result = self.emit.method("to", result, out.dtype)
+            total = None if attention.lse is None else self._log2(attended, attention)
         result.meta["nn_module_stack"] = attention.out.meta.get("nn_module_stack")
         attention.out.replace_all_uses_with(result)
+        if total is not None and attention.lse is not None:
+            attention.lse.replace_all_uses_with(total)
         self.counts.append((counts, moved))
         grown = plan.site.keys.kind == "dynamic"
         inputs = (keys, values) if grown else (plan.site.keys.base, plan.site.values.base)
         self.result.sites.append(
-            SparseSite(plan, inputs[0], page_major, result, owns, inputs[1], write)
+            SparseSite(plan, inputs[0], page_major, result, owns, inputs[1], write, total)
         )
+        for other in list(attention.anchor.users):  # flex_attention has several results
+            if other is not attention.out:
+                erase_unused(self.graph, other)
         erase_unused(self.graph, attention.out)
 
     def _as_heads(self, attention: Attention) -> fx.Node:
@@ -314,15 +323,22 @@ class _Rewriter:
         score: object = sink.factor
         if sink.node is not None:
             score = call(operator.mul, method("float", sink.node), sink.factor)
-        lse = call(operator.getitem, attended, 1)
-        if attention.queries == 1:
-            lse = method("unsqueeze", lse, -1)
-        else:
-            lse = method("unflatten", lse, 1, (-1, attention.queries))
+        lse = method("unsqueeze", self._of_queries(attended, attention), -1)
         share = call(torch.sigmoid, call(operator.sub, lse, score))
         held = tensor(result)
         assert held is not None
         return method("to", call(operator.mul, method("float", result), share), held.dtype)
+
+    def _of_queries(self, attended: fx.Node, attention: Attention) -> fx.Node:
+        """The log-sum-exp ``[B, Hq, L]``, fp32."""
+        lse = self.emit.call(operator.getitem, attended, 1)
+        if attention.queries == 1:
+            return lse
+        apart = self.emit.method("unflatten", lse, 1, (-1, attention.queries))
+        return self.emit.method("squeeze", apart, 3)
+
+    def _log2(self, attended: fx.Node, attention: Attention) -> fx.Node:
+        return self.emit.call(operator.truediv, self._of_queries(attended, attention), math.log(2))
 
     def _laid_out(self, result: fx.Node, out: torch.Tensor) -> fx.Node:
         """The result in the memory layout of ``out``, whose views are in the graph."""
@@ -529,7 +545,7 @@ _FRESH = frozenset({"matmul", "mul", "div", "add", "sub", "masked_fill", "where"
 
 def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
     """Erase a replaced node and the pure computation that fed only it (the repetition of heads, scores, casts)."""
-    if node.users or node.op not in ("call_function", "call_method"):
+    if node.users or node.op not in ("call_function", "call_method", "get_attr"):
         return
     target = node.args[0] if node.args else None
     if modifies(node) and not (
@@ -552,6 +568,7 @@ def rewrite(
     """
     sparse = [plan for plan in plans if plan.decision == "sparse"]
     result = _Rewriter(gm, sparse, fake_mode, moves).run()
+    gm.delete_all_unused_submodules()
     gm.graph.lint()
     gm.recompile()
     return result

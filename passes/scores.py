@@ -8,6 +8,7 @@ The scores are followed as memory, not as names: a model may scale or fill them 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -54,22 +55,41 @@ class Scores:
 
 def trace_scores(softmax: fx.Node) -> Scores:
     """Raises ``Mismatch`` where the operand of ``softmax`` is not a scaled and masked product."""
-    walk = _Walk(softmax)
-    product, scale = walk.back(argument(softmax, 0, "input"), 1.0, softmax)
-    walk.take_masks_apart(product)
-    # cap * tanh(a * s) = cap * tanh((a * cap) * s / cap)
-    scale *= walk.softcap or 1.0
-    return Scores(product, scale, walk.masks, walk.softcap, walk.sink)
+    return _Walk(softmax, reaches_product).scores(argument(softmax, 0, "input"))
+
+
+def trace_modified(scores: fx.Node, site: fx.Node, scored: Container[object], sums: bool) -> Scores:
+    """The same for scores that a function made for ``site`` of a product; ``scored`` is all that depends on that.
+
+    sums: whether their sum is asked for too, to which a number that is added to all of them matters.
+    """
+    if scores not in scored:
+        raise Mismatch("the score_mod of flex_attention does not use the score", site)
+    found = _Walk(site, scored.__contains__, sums).scores(scores)
+    for term in found.masks:
+        if term.node in scored:
+            raise Mismatch("what masks the scores, or is added to them, depends on them", site)
+    return found
 
 
 class _Walk:
-    def __init__(self, softmax: fx.Node) -> None:
-        self.softmax = softmax
+    def __init__(
+        self, softmax: fx.Node, reaches: Callable[[object], bool], sums: bool = False
+    ) -> None:
+        self.softmax, self.reaches, self.sums = softmax, reaches, sums
         self.order = {node: i for i, node in enumerate(softmax.graph.nodes)}
         self.masks: list[MaskTerm] = []
         self.merged: list[int] = []
         self.softcap = 0.0
         self.sink: Sink | None = None
+
+    def scores(self, last: object) -> Scores:
+        """What the softmax reads as ``last``."""
+        product, scale = self.back(last, 1.0, self.softmax)
+        self.take_masks_apart(product)
+        # cap * tanh(a * s) = cap * tanh((a * cap) * s / cap)
+        scale *= self.softcap or 1.0
+        return Scores(product, scale, self.masks, self.softcap, self.sink)
 
     def back(self, node: object, factor: float, reader: fx.Node) -> tuple[fx.Node, float]:
         """Walk from ``node``, which ``reader`` reads and whose value reaches the softmax times ``factor``."""
@@ -99,7 +119,7 @@ class _Walk:
             return self._filled(node, source, condition, fill, "drop", factor)
         if name == "where" and len(node.args) == 3:
             condition, kept, other = node.args
-            if reaches_product(kept):
+            if self.reaches(kept):
                 return self._filled(node, kept, condition, other, "keep", factor)
             return self._filled(node, other, condition, kept, "drop", factor)
         if name == "tanh":
@@ -157,6 +177,8 @@ class _Walk:
 
     def _scaled(self, node: fx.Node, name: str, factor: float) -> tuple[fx.Node, float]:
         left, right = argument(node, 0, "input"), argument(node, 1, "other")
+        if node.kwargs.get("rounding_mode") is not None:
+            raise Mismatch("attention scores are rounded by `div`", node)
         if name == "mul" and number(left) is not None:
             left, right = right, left
         by = number(right)
@@ -170,7 +192,7 @@ class _Walk:
         left, right = argument(node, 0, "input"), argument(node, 1, "other")
         if argument(node, 2, "alpha", 1) != 1:
             raise Mismatch("a mask is added with alpha", node)
-        if name == "add" and not reaches_product(left):
+        if name == "add" and not self.reaches(left):
             left, right = right, left
         self._term(right, factor if name == "add" else -factor, node)
         return self.back(left, factor, node)
@@ -187,8 +209,11 @@ class _Walk:
                 raise Mismatch(
                     "a number is added to scores that are capped or joined to a sink", node
                 )
-            return  # the same for all keys
-        if not isinstance(right, fx.Node) or added is None or reaches_product(right):
+            if not self.sums:
+                return  # the same for all keys
+            if number(right) is not None:
+                raise Mismatch("a number is added to scores whose log-sum-exp is used", node)
+        if not isinstance(right, fx.Node) or added is None or self.reaches(right):
             raise Mismatch("what is added to the scores is not a mask", node)
         if not added.dtype.is_floating_point:
             raise Mismatch(f"a mask of {added.dtype} is added to the scores", node)

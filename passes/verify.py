@@ -9,6 +9,7 @@ and nothing may be left that reads a growing cache by its old name.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from hsa_compile.errors import RewriteError
@@ -22,16 +23,10 @@ def verify(gm: fx.GraphModule, rewritten: Rewritten) -> None:
     gm.graph.lint()
     for site in rewritten.sites:
         attention = site.plan.site.attention
-        was, now = tensor(attention.out), tensor(site.result)
         where = f"attention at {attention.where.path or attention.out.name}"
-        if was is None or now is None:
-            raise RewriteError(f"{where}: the rewritten graph holds no tensor there")
-        shapes = was.ndim == now.ndim and all(map(same, was.shape, now.shape))
-        if not shapes or was.dtype != now.dtype or was.device != now.device:
-            raise RewriteError(
-                f"{where}: {now.dtype} {tuple(now.shape)} on {now.device} after the rewrite, "
-                f"{was.dtype} {tuple(was.shape)} on {was.device} before it"
-            )
+        _must_be_alike(tensor(attention.out), tensor(site.result), where)
+        if attention.lse is not None:
+            _must_be_alike(tensor(attention.lse), tensor(site.lse), f"{where}, log-sum-exp")
     kept = rewritten.outputs - sum(len(grown.places) for grown in rewritten.growing)
     output = next(iter(reversed(gm.graph.nodes)))
     returned = {
@@ -43,4 +38,15 @@ def verify(gm: fx.GraphModule, rewritten: Rewritten) -> None:
     if len(output.args[0]) != kept + len(returned):
         raise RewriteError(
             f"the rewritten graph returns {len(output.args[0])} values, {kept + len(returned)} were expected"
+        )
+
+
+def _must_be_alike(was: torch.Tensor | None, now: torch.Tensor | None, where: str) -> None:
+    if was is None or now is None:
+        raise RewriteError(f"{where}: the rewritten graph holds no tensor there")
+    shapes = was.ndim == now.ndim and all(map(same, was.shape, now.shape))
+    if not shapes or was.dtype != now.dtype or was.device != now.device:
+        raise RewriteError(
+            f"{where}: {now.dtype} {tuple(now.shape)} on {now.device} after the rewrite, "
+            f"{was.dtype} {tuple(was.shape)} on {was.device} before it"
         )
