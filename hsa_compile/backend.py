@@ -1,6 +1,6 @@
 """The backend: ``torch.compile(model, backend="hsa", options={"policy": ...})``.
 
-    capture -> find attention -> find KV cache -> plan -> schedule -> rewrite -> verify -> Inductor
+    capture -> find attention -> find chosen -> find KV cache -> plan -> schedule -> rewrite -> verify -> Inductor
 
 Every pass is a file of ``hsa_compile.passes``. What comes back to Dynamo is a :class:`Program`, which binds page
 summaries to the caches of each call.
@@ -23,14 +23,16 @@ from hsa_compile.options import Options, parse_options
 from hsa_compile.passes.capture import capture
 from hsa_compile.passes.find_attention import find_attention
 from hsa_compile.passes.find_cache import find_cache
+from hsa_compile.passes.find_chosen import find_chosen
 from hsa_compile.passes.merge import merge_equal
 from hsa_compile.passes.operands import drop_unused_views
 from hsa_compile.passes.plan import plan
 from hsa_compile.passes.rewrite import Rewritten, rewrite
+from hsa_compile.passes.rewrite_chosen import rewrite_chosen
 from hsa_compile.passes.schedule import schedule
 from hsa_compile.passes.verify import verify
 from hsa_compile.runtime.bind import bind
-from hsa_compile.site import Attention, AttentionSite, LayerPlan, Reject
+from hsa_compile.site import Attention, AttentionSite, ChosenPlan, LayerPlan, Reject
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +75,8 @@ def lower_graph(gm: fx.GraphModule, example_inputs: Sequence[object], options: O
     part = compat.compiled_root(gm).part
     if found:
         options.policy.needs_whole(part)
-    plans = plan(find_cache(graph_module.graph, found), options.policy)
+    sites = find_cache(graph_module.graph, find_chosen(found))
+    plans = plan(sites, options.policy)
     plans = schedule(graph_module.graph, plans)
     explanation = report(plans, part)
     rejected = [item for item in plans if isinstance(item, Reject)]
@@ -82,13 +85,16 @@ def lower_graph(gm: fx.GraphModule, example_inputs: Sequence[object], options: O
             "strict: attention sites were left as they were\n" + explanation.rejections()
         )
     sparse = [item for item in plans if isinstance(item, LayerPlan) and item.decision == "sparse"]
+    chosen = [item for item in plans if isinstance(item, ChosenPlan) and item.decision == "sparse"]
     rewritten = Rewritten()
-    if sparse:
+    if sparse or chosen:
         fake_mode = compat.trace_mode(gm.graph)
+        results = rewrite_chosen(graph_module, chosen, fake_mode)
         rewritten = rewrite(graph_module, sparse, fake_mode, not options.skip_io)
+        rewritten.chosen = results
     drop_unused_views(graph_module.graph)
     graph_module.recompile()
-    if sparse:
+    if sparse or chosen:
         verify(graph_module, rewritten)
     return Lowered(graph_module, rewritten, explanation)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import sympy
+import torch
+from torch import fx
 
 from hsa_compile import algorithms, compat
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
-from hsa_compile.site import LayerPlan
+from hsa_compile.site import ChosenPlan, LayerPlan
 
 S = sympy.Symbol("S", integer=True, positive=True)
 """Tokens in the cache."""
@@ -52,6 +55,27 @@ def cost_of(plan: LayerPlan) -> Cost:
         selected = sympy.Integer(max(policy.pages(0), forced) * page)
     sparse = heads * width * sympy.ceiling(S / page) + token * sympy.Min(S, selected)
     return Cost(dense, sparse, _break_even(heads * width, page, token, selected))
+
+
+def cost_of_chosen(plan: ChosenPlan) -> Cost:
+    """The cost of an attention to tokens that the model chose: the keys of its indexer, and what is cached of tokens.
+
+    What is computed from that, for every token or for the chosen ones, is not read and not counted.
+    """
+    choice, region = plan.site.choice, plan.site.region
+    index = 0 if choice.scores is None else _bytes_a_token(choice.scores.k, 1)
+    token = sum(_bytes_a_token(node, place.token) for node, place in region.cached.items())
+    dense = S * (index + token)
+    if not isinstance(choice.most, int):
+        return Cost(dense, dense, None)
+    read = choice.most * plan.site.attention.queries
+    return Cost(dense, S * index + token * sympy.Min(S, read), read + 1)
+
+
+def _bytes_a_token(node: fx.Node, dim: int) -> int:
+    held: torch.Tensor = node.meta["example_value"]
+    sizes = (compat.hint(size) for at, size in enumerate(held.shape) if at != dim)
+    return math.prod(sizes) * held.element_size()
 
 
 def _break_even(summary: int, page: int, token: int, selected: sympy.Expr) -> int | None:

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hsa_compile import compat
-from hsa_compile.cost import cost_of
+from hsa_compile.cost import cost_of, cost_of_chosen
 from hsa_compile.policy import describe
-from hsa_compile.site import CacheUpdate, LayerPlan, Reject, SiteReport
+from hsa_compile.site import CacheUpdate, ChosenPlan, LayerPlan, Reject, SiteReport
 
 _NOTHING_COMPILED = 'nothing has been compiled for this model with backend="hsa" yet'
 _NO_ATTENTION = "no attention was found in the compiled graphs"
@@ -106,13 +106,13 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
-def report(plans: Iterable[LayerPlan | Reject], part: str = "") -> Explanation:
+def report(plans: Iterable[LayerPlan | ChosenPlan | Reject], part: str = "") -> Explanation:
     """The explanation of one planned graph; ``part`` says why it is not the whole model, where it is not."""
     note = f"the model has graph breaks: {part}" if part else ""
     return Explanation(tuple(_row(item) for item in plans), note)
 
 
-def _row(item: LayerPlan | Reject) -> SiteReport:
+def _row(item: LayerPlan | ChosenPlan | Reject) -> SiteReport:
     where = item.where if isinstance(item, Reject) else item.site.where
     place = (where.index, where.path, where.module_class, where.source)
     if isinstance(item, Reject):
@@ -122,6 +122,8 @@ def _row(item: LayerPlan | Reject) -> SiteReport:
         f"{name} {_shape(node.meta['example_value'])}"
         for name, node in (("q", attention.q), ("k", attention.k), ("v", attention.v))
     )
+    if isinstance(item, ChosenPlan):
+        return _chosen_row(item, place, shapes)
     cost = cost_of(item)
     return SiteReport(
         *place,
@@ -134,6 +136,29 @@ def _row(item: LayerPlan | Reject) -> SiteReport:
         str(cost.sparse) if item.decision == "sparse" else "",
         cost.break_even,
         _prefetch(item),
+    )
+
+
+def _chosen_row(item: ChosenPlan, place: tuple[int, str, str, str], shapes: str) -> SiteReport:
+    choice, region = item.site.choice, item.site.region
+    told = f"the model's own top-{choice.most} of its indexer"
+    if not item.site.as_cached:
+        told += ", keys and values made of those alone"
+    if choice.scores is None:
+        told += ", its scores as the model makes them"
+    held = region.kind if item.site.as_cached else f"{region.kind} (latents)"
+    cost = cost_of_chosen(item)
+    sparse = str(cost.sparse) if item.decision == "sparse" else ""
+    return SiteReport(
+        *place,
+        item.decision,
+        item.note,
+        held,
+        told,
+        shapes,
+        str(cost.dense),
+        sparse,
+        cost.break_even,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from . import compat
 from .policy import LayerPolicy
 
 
@@ -129,6 +130,98 @@ class AttentionSite:
     @property
     def where(self) -> Where:
         return self.attention.where
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which dimensions of a tensor are the rows of the batch and the cached tokens."""
+
+    batch: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a graph between cached tensors and the keys and values of attention, token by token.
+
+    ``nodes`` compute each token from that token alone, in graph order; ``cached`` are the tensors that they read:
+    graph inputs, or what a step made of them by writing its own token.
+    """
+
+    nodes: dict[fx.Node, Place]
+    cached: dict[fx.Node, Place]
+    kind: Literal["static", "dynamic"] = "static"
+
+
+@dataclass(frozen=True)
+class IndexScores:
+    """Scores of a model's own indexer, ``sum_h weights_h * relu(scale * q_h . k_t)``, and what they are made of.
+
+    q ``[B, S, H, D]``, k ``[B, T, D]``, weights ``[B, S, H]``; ``nodes`` compute the fp32 node ``out`` from them, and
+    nothing else reads what is between.
+    """
+
+    out: fx.Node
+    q: fx.Node
+    k: fx.Node
+    weights: fx.Node
+    scale: float
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tokens that a model itself chose for each query: the indices of a top-k, different from one another.
+
+    ``index`` ``[B, S, k]`` is made by ``topk``, and seen by the mask of attention alone; ``dims`` are where its
+    dimensions are in that mask. ``masks`` is what the mask hides besides. ``nodes`` made the one of the other.
+    """
+
+    index: fx.Node
+    topk: fx.Node
+    dims: tuple[int, ...]
+    masks: tuple[MaskTerm, ...]
+    nodes: tuple[fx.Node, ...]
+    scores: IndexScores | None = None
+
+    @property
+    def count(self) -> int | torch.SymInt:
+        """Tokens chosen for a query, k."""
+        return self.index.meta["example_value"].shape[-1]
+
+    @property
+    def most(self) -> int | str:
+        """Tokens chosen of a long cache: where the count is the smaller of a number and the length, the number."""
+        expression = compat.expression(self.count)
+        numbers = [int(part) for part in (expression, *expression.args) if part.is_number]
+        return numbers[0] if numbers else str(expression)
+
+
+@dataclass(frozen=True)
+class ChosenSite:
+    """An attention to the tokens that the model's own indexer chose, over all that is cached.
+
+    ``as_cached`` tells that keys and values are views of what is cached, and nothing is computed from it.
+    """
+
+    attention: Attention
+    choice: Choice
+    region: Region
+    as_cached: bool
+
+    @property
+    def where(self) -> Where:
+        return self.attention.where
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """What becomes of such a site: ``sparse`` (no other token is read) or ``dense`` for a reason that is no fault."""
+
+    site: ChosenSite
+    policy: LayerPolicy
+    decision: Literal["sparse", "dense"]
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ layout is assumed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -22,7 +23,7 @@ from torch import fx
 
 from hsa_compile import compat
 from hsa_compile.lowering.limits import MAX_STEP
-from hsa_compile.site import Attention, AttentionSite, CacheUpdate, Reject
+from hsa_compile.site import Attention, AttentionSite, CacheUpdate, ChosenSite, Reject
 
 from .graph_tools import (
     argument,
@@ -37,6 +38,7 @@ from .graph_tools import (
     value,
     writes,
 )
+from .token_wise import TogetherError, region_of
 
 _VIEWS = frozenset(
     "getitem transpose permute view reshape unsqueeze squeeze narrow select contiguous detach to "
@@ -57,13 +59,13 @@ class Elsewhere(NoCache):
 
 
 def find_cache(
-    graph: fx.Graph, found: Iterable[Attention | Reject]
-) -> list[AttentionSite | Reject]:
-    """Pair every attention with its cache; rejects pass through."""
+    graph: fx.Graph, found: Iterable[Attention | ChosenSite | Reject]
+) -> list[AttentionSite | ChosenSite | Reject]:
+    """Pair every attention with its cache; what was found about others passes through."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    sites: list[AttentionSite | Reject] = []
+    sites: list[AttentionSite | ChosenSite | Reject] = []
     for item in found:
-        if isinstance(item, Reject):
+        if not isinstance(item, Attention):
             sites.append(item)
             continue
         try:
@@ -132,12 +134,30 @@ def _trace(
         return _dynamic(base, node, read, what)
     if op(base) in _FUNCTIONAL:
         return _functional(base, node, read, what)
-    if op(base) in ("empty", "new_empty", "zeros", "new_zeros"):
-        raise NoCache(
-            f"the {what} are put together in this graph, perhaps from cached latents: there is no cache of {what}"
-        )
-    raise NoCache(
+    raise NoCache(_computed(base, node, attention, what))
+
+
+def _computed(base: fx.Node, node: fx.Node, attention: Attention, what: str) -> str:
+    """Why there is no cache of what is computed in every step."""
+    plain = (
         f"the {what} are computed in this graph by `{op(base)}`: there is no KV cache behind them"
+    )
+    try:
+        region = region_of([(node, attention.scores)], attention.out)
+    except TogetherError:
+        return plain
+    if not {"linear", "matmul"} & set(map(op, region.nodes)):
+        return plain
+    numbers = sum(
+        math.prod(
+            size for dim, size in enumerate(held.shape) if dim not in (place.batch, place.token)
+        )
+        for latent, place in region.cached.items()
+        if (held := tensor(latent)) is not None
+    )
+    return (
+        f"the {what} are computed in every step from cached latents, {numbers} numbers a token: "
+        f"there is no cache of {what}"
     )
 
 

@@ -204,6 +204,11 @@ def apart(node: fx.Node, heads: int) -> fx.Node:
     return _viewed(node, "unflatten", 0, (-1, heads))
 
 
+def with_heads(node: fx.Node) -> fx.Node:
+    """A view ``[B, 1, ...]`` of ``node [B, ...]``, added to the graph."""
+    return _viewed(node, "unsqueeze", 1)
+
+
 def _viewed(node: fx.Node, method: str, *arguments: object) -> fx.Node:
     held = tensor(node)
     after = node

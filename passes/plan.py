@@ -15,24 +15,58 @@ from hsa_compile import algorithms
 from hsa_compile.lowering.limits import kernel_limits, pool_limits
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.policy import LayerName, LayerPolicy, Policy
-from hsa_compile.site import AttentionSite, LayerPlan, Reject, recent_tokens
+from hsa_compile.site import (
+    AttentionSite,
+    ChosenPlan,
+    ChosenSite,
+    LayerPlan,
+    Reject,
+    recent_tokens,
+)
 
-from .graph_tools import tensor
+from .graph_tools import same, tensor
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def plan(sites: Sequence[AttentionSite | Reject], policy: Policy) -> list[LayerPlan | Reject]:
+def plan(
+    sites: Sequence[AttentionSite | ChosenSite | Reject], policy: Policy
+) -> list[LayerPlan | ChosenPlan | Reject]:
     """Resolve the policy for the layers present and plan each site.
 
     Raises:
         PolicyError: a key of the policy matches none of the layers.
     """
     policies = policy.resolve([LayerName(site.where.index, site.where.path) for site in sites])
-    return [
-        site if isinstance(site, Reject) else _plan_site(site, layer)
-        for site, layer in zip(sites, policies, strict=True)
-    ]
+    return [_plan(site, layer) for site, layer in zip(sites, policies, strict=True)]
+
+
+def _plan(
+    site: AttentionSite | ChosenSite | Reject, policy: LayerPolicy
+) -> LayerPlan | ChosenPlan | Reject:
+    if isinstance(site, Reject):
+        return site
+    return _plan_chosen(site, policy) if isinstance(site, ChosenSite) else _plan_site(site, policy)
+
+
+def _plan_chosen(site: ChosenSite, policy: LayerPolicy) -> ChosenPlan | Reject:
+    """The model's own choice is no approximation of it: the policy has no say but ``dense``."""
+    attention, count = site.attention, site.choice.count
+    q, k, v = tensor(attention.q), tensor(attention.k), tensor(attention.v)
+    assert q is not None and k is not None and v is not None
+    if policy.algorithm == "dense":
+        return ChosenPlan(site, policy, "dense", "dense by policy")
+    if same(count, k.shape[2]):
+        note = f"the model's own indexer chooses all of {k.shape[2]} tokens"
+        return ChosenPlan(site, policy, "dense", note)
+    reason = _cannot(q, k, v, 1, 1)
+    if policy.placement == "host":
+        reason = "placement 'host' keeps pages, and the model's own indexer chooses single tokens"
+    if attention.lse is not None:
+        reason = "the log-sum-exp of an attention to tokens that the model chose is used, too"
+    if reason is not None:
+        return Reject(site.where, reason, attention.anchor.name)
+    return ChosenPlan(site, policy, "sparse")
 
 
 def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
@@ -48,7 +82,11 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     if fixed and policy.pages(tokens) * policy.page_size >= tokens:
         note = f"the cache holds {tokens} tokens, within the budget"
         return LayerPlan(site, policy, "dense", note + stays)
-    reason = _cannot(q, k, v, policy)
+    reason = _cannot(q, k, v, policy.page_size, int(q.shape[2]))
+    if q.device.type == "cuda" and algorithms.get(policy.algorithm).kernel is None:
+        reason = (
+            f"algorithm {policy.algorithm!r} was registered without its form for GPUs (PageKernel)"
+        )
     if reason is not None:
         return Reject(site.where, reason, attention.anchor.name)
     fraction = round(policy.budget * FRACTION_UNIT) if isinstance(policy.budget, float) else 0
@@ -97,7 +135,9 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     return LayerPlan(site, policy, "sparse", "", slots, budget, fraction, pool, ahead)
 
 
-def _cannot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: LayerPolicy) -> str | None:
+def _cannot(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_size: int, queries: int
+) -> str | None:
     if not q.dtype == k.dtype == v.dtype:
         return f"query, keys and values are of different dtypes ({q.dtype}, {k.dtype}, {v.dtype})"
     if q.dtype not in _DTYPES:
@@ -111,8 +151,6 @@ def _cannot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: LayerPoli
     if k.stride(3) != 1 or v.stride(3) != 1:
         return "the last dimension of the cache is not contiguous"
     if q.device.type == "cuda":
-        if algorithms.get(policy.algorithm).kernel is None:
-            return f"algorithm {policy.algorithm!r} was registered without its form for GPUs (PageKernel)"
-        group, queries = q.shape[1] // k.shape[1], int(q.shape[2])
-        return kernel_limits(q.dtype, q.shape[3], v.shape[3], group, policy.page_size, queries)
+        group = q.shape[1] // k.shape[1]
+        return kernel_limits(q.dtype, q.shape[3], v.shape[3], group, page_size, queries)
     return None

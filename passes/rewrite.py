@@ -34,11 +34,11 @@ from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.site import Attention, CacheUpdate, LayerPlan
 
 from .emit import Emitter
-from .graph_tools import modifies, op, same, tensor
+from .graph_tools import modifies, op, tensor
 from .masks import Masks
-from .operands import STRAIGHT
 from .pools import Pool, append, attend, fetch_early, join, pool_inputs
 from .positions import PositionOfWrite, Positions
+from .results import as_before, sunk
 
 _HSA = torch.ops.hsa
 
@@ -120,6 +120,8 @@ class Rewritten:
     """Sites whose quality is measured, and where the values after the model's own outputs are."""
     overlaps: bool = False
     """Whether pages are copied beside the step."""
+    chosen: list[tuple[Attention, fx.Node]] = field(default_factory=list)
+    """Attention to tokens that the model chose, and what gives its result now."""
 
 
 @dataclass(frozen=True)
@@ -281,15 +283,9 @@ class _Rewriter:
                 apart = self.emit.method("unflatten", result, 1, (q.shape[1], attention.queries))
                 result = self.emit.method("squeeze", apart, 3)
             if attention.sink is not None:
-                result = self._sunk(result, attended, attention)
-            if out.ndim == 3:
-                result = self.emit.method("flatten", result, 0, 1)
-            if attention.out_dims != STRAIGHT:
-                result = self.emit.method("permute", result, *attention.out_dims)
-            if attention.queries > 1:
-                result = self._laid_out(result, out)
-            if out.dtype != q.dtype:
-                result = self.emit.method("to", result, out.dtype)
+                lse = self.emit.method("unsqueeze", self._of_queries(attended, attention), -1)
+                result = sunk(self.emit, result, lse, attention.sink)
+            result = as_before(self.emit, result, attention)
             total = None if attention.lse is None else self._log2(attended, attention)
         result.meta["nn_module_stack"] = attention.out.meta.get("nn_module_stack")
         attention.out.replace_all_uses_with(result)
@@ -316,19 +312,6 @@ class _Rewriter:
             self.made[key] = self.emit.method("unsqueeze", flat, 2)
         return self.made[key]
 
-    def _sunk(self, result: fx.Node, attended: fx.Node, attention: Attention) -> fx.Node:
-        """The result less the share of the sink: all of it times ``e^lse / (e^lse + e^sink)``, in fp32."""
-        call, method, sink = self.emit.call, self.emit.method, attention.sink
-        assert sink is not None
-        score: object = sink.factor
-        if sink.node is not None:
-            score = call(operator.mul, method("float", sink.node), sink.factor)
-        lse = method("unsqueeze", self._of_queries(attended, attention), -1)
-        share = call(torch.sigmoid, call(operator.sub, lse, score))
-        held = tensor(result)
-        assert held is not None
-        return method("to", call(operator.mul, method("float", result), share), held.dtype)
-
     def _of_queries(self, attended: fx.Node, attention: Attention) -> fx.Node:
         """The log-sum-exp ``[B, Hq, L]``, fp32."""
         lse = self.emit.call(operator.getitem, attended, 1)
@@ -339,16 +322,6 @@ class _Rewriter:
 
     def _log2(self, attended: fx.Node, attention: Attention) -> fx.Node:
         return self.emit.call(operator.truediv, self._of_queries(attended, attention), math.log(2))
-
-    def _laid_out(self, result: fx.Node, out: torch.Tensor) -> fx.Node:
-        """The result in the memory layout of ``out``, whose views are in the graph."""
-        held = tensor(result)
-        assert held is not None
-        if all(map(same, held.stride(), out.stride())):
-            return result
-        order = sorted(range(out.ndim), key=lambda dim: -compat.hint(out.stride(dim)))
-        packed = self.emit.method("contiguous", self.emit.method("permute", result, *order))
-        return self.emit.method("permute", packed, *(order.index(dim) for dim in range(out.ndim)))
 
     # -- state
 

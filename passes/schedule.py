@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from hsa_compile import compat
-from hsa_compile.site import CacheUpdate, LayerPlan, Lookahead, Reject
+from hsa_compile.site import CacheUpdate, ChosenPlan, LayerPlan, Lookahead, Reject
 
 from .graph_tools import (
     CASTS,
@@ -43,6 +43,8 @@ from .graph_tools import (
 if TYPE_CHECKING:
     import networkx
 
+Planned = LayerPlan | ChosenPlan | Reject
+
 _MOST_NODES = 200
 """Between a residual stream and a query; more is something else."""
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
@@ -50,15 +52,15 @@ _RANDOM = frozenset({"dropout1d", "dropout2d", "dropout3d", "gumbel_softmax"})
 """Functions that are random and have no op of their name."""
 
 
-def schedule(graph: fx.Graph, plans: Sequence[LayerPlan | Reject]) -> list[LayerPlan | Reject]:
+def schedule(graph: fx.Graph, plans: Sequence[Planned]) -> list[Planned]:
     """Plans in the same order, those with prefetch="cross_layer" with how; none where two attentions share a pool."""
     pooled = [item for item in plans if isinstance(item, LayerPlan) and item.pool_slots]
     if all(item.policy.prefetch == "none" for item in pooled):
         return list(plans)
     flow = _Flow(graph)
     readers = Counter(item.site.attention.k for item in pooled)
-    scheduled: list[LayerPlan | Reject] = []
-    earlier: LayerPlan | Reject | None = None
+    scheduled: list[Planned] = []
+    earlier: Planned | None = None
     for item in plans:
         if isinstance(item, LayerPlan) and item.pool_slots and item.policy.prefetch != "none":
             found: Lookahead | str | None = None
@@ -138,7 +140,7 @@ class _Flow:
 
 def _look_ahead(
     plan: LayerPlan,
-    earlier: LayerPlan | Reject | None,
+    earlier: Planned | None,
     readers: Counter[fx.Node],
     flow: _Flow,
 ) -> Lookahead | str:
@@ -148,7 +150,7 @@ def _look_ahead(
         return "there is no attention before it"
     if isinstance(earlier, Reject):
         return "the attention before it is left as it is"
-    if not earlier.pool_slots:
+    if isinstance(earlier, ChosenPlan) or not earlier.pool_slots:
         return "the attention before it reads no pool"
     if readers[earlier.site.attention.k] > 1:
         return "another attention reads the cache of the attention before it"

@@ -27,6 +27,9 @@ def verify(gm: fx.GraphModule, rewritten: Rewritten) -> None:
         _must_be_alike(tensor(attention.out), tensor(site.result), where)
         if attention.lse is not None:
             _must_be_alike(tensor(attention.lse), tensor(site.lse), f"{where}, log-sum-exp")
+    for attention, result in rewritten.chosen:
+        where = f"attention at {attention.where.path or attention.out.name}"
+        _must_be_alike(tensor(attention.out), tensor(result), where)
     kept = rewritten.outputs - sum(len(grown.places) for grown in rewritten.growing)
     output = next(iter(reversed(gm.graph.nodes)))
     returned = {

@@ -15,6 +15,7 @@ NAMES = (
     "fetch",
     "sparse_attention",
     "merge_splits",
+    "index_scores",
 )
 # A function that several kernels call, and which.
 _SHARED = {"key_mark": ("summarize", "append")}

@@ -16,11 +16,12 @@ def register() -> None:
     import torch
 
     from .. import compat
-    from . import append, diff, fetch_attention, select, sparse_attention, summarize
+    from . import append, diff, fetch_attention, index_scores, select, sparse_attention, summarize
 
     compat.register_lowering(torch.ops.hsa.summarize.default, summarize.lower)
     compat.register_lowering(torch.ops.hsa.select.default, select.lower)
     compat.register_lowering(torch.ops.hsa.append.default, append.lower)
     compat.register_lowering(torch.ops.hsa.diff.default, diff.lower)
     compat.register_lowering(torch.ops.hsa.fetch_attention.default, fetch_attention.lower)
+    compat.register_lowering(torch.ops.hsa.index_scores.default, index_scores.lower)
     compat.register_lowering(torch.ops.hsa.sparse_attention.default, sparse_attention.lower)

@@ -35,6 +35,17 @@ def page_scores(
     return (batch * kv_heads, cdiv(pages, meta["BLOCK_PAGES"]), 1)
 
 
+def index_scores(
+    batch: Any,
+    queries: Any,
+    tokens: Any,
+    meta: Mapping[str, Any],
+    *,
+    cdiv: Callable[..., Any] = ceil_div,
+) -> Grid:
+    return (batch * queries, cdiv(tokens, meta["BLOCK_TOKENS"]), 1)
+
+
 def top_pages(batch: Any, kv_heads: Any, meta: Mapping[str, Any]) -> Grid:
     return (batch * kv_heads, 1, 1)
 

@@ -9,6 +9,7 @@ MAX_STEP = 16
 """Tokens of one step, queries or new keys, up to which it counts as decoding."""
 MAX_PAGE_SIZE = 64
 MAX_POOL_SLOTS = 4096
+MAX_INDEX_HEADS = 256
 
 
 def kernel_limits(
@@ -43,4 +44,15 @@ def pool_limits(slots: int) -> str | None:
     """Why the kernels cannot take a pool of ``slots`` pages a KV head, or None where they can."""
     if not 1 <= slots <= MAX_POOL_SLOTS:
         return f"a pool of {slots} slots is not between 1 and {MAX_POOL_SLOTS}"
+    return None
+
+
+def index_limits(dtype: torch.dtype, heads: int, dim: int) -> str | None:
+    """Why the kernel cannot take an indexer of ``heads`` heads of ``dim`` numbers, or None where it can."""
+    if dtype not in DTYPES:
+        return f"dtype {dtype} is not one of {', '.join(str(known) for known in DTYPES)}"
+    if not 1 <= heads <= MAX_INDEX_HEADS:
+        return f"{heads} heads of an indexer are not between 1 and {MAX_INDEX_HEADS}"
+    if not 1 <= dim <= MAX_HEAD_DIM:
+        return f"index head size {dim} is not between 1 and {MAX_HEAD_DIM}"
     return None

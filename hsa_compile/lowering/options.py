@@ -122,6 +122,33 @@ def page_scores_configs(element_size: int, width: int, rows: int, pages: int) ->
     )
 
 
+def index_scores(scale: float, queries: int, heads: int, dim: int) -> Constants:
+    block = _index_block(heads)
+    return {
+        "SCALE": scale,
+        "QUERIES": queries,
+        "HEADS": heads,
+        "HEADS_PAD": -(-heads // block) * block,
+        "DIM": dim,
+        "DIM_PAD": dim_pad(dim),
+    }
+
+
+def _index_block(heads: int) -> int:
+    """Heads at once: 64 x 64 products of a block of tokens are what four warps hold."""
+    return min(64, max(16, next_power_of_2(heads)))
+
+
+def index_scores_configs(element_size: int, heads: int, dim: int) -> list[Config]:
+    def config(tokens: int, warps: int) -> Config:
+        return Config({"BLOCK_TOKENS": tokens, "BLOCK_HEADS": _index_block(heads)}, warps)
+
+    if element_size * dim_pad(dim) > 256:
+        # Products in fp32 are made outside the matrix units, of operands in registers.
+        return [config(32, 4), config(16, 4)]
+    return [config(64, 4), config(128, 8), config(128, 4)]
+
+
 def top_pages(
     scale: float,
     group_reduce: str,

@@ -254,6 +254,27 @@ def page_scores(
     )
 
 
+def index_scores(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    scale: float,
+    config: Config | None = None,
+    make: Make = torch.empty,
+) -> Tensor:
+    """``hsa::index_scores``."""
+    batch, queries, heads, dim = q.shape
+    config = config or options.index_scores_configs(q.element_size(), heads, dim)[0]
+    return launch(
+        "index_scores",
+        options.index_scores(scale, queries, heads, dim),
+        config,
+        {"q": q, "k": k, "weights": weights},
+        make((batch, queries, k.shape[1]), dtype=torch.float32, device=q.device),
+        grids.index_scores(batch, queries, k.shape[1], config.blocks),
+    )
+
+
 def select(
     q: Tensor,
     summary: Tensor,

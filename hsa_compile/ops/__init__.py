@@ -18,6 +18,7 @@ from . import (
     diff,
     fetch,
     fetch_attention,
+    index_scores,
     join_prefetch,
     page_bias,
     page_mask,
@@ -41,6 +42,7 @@ implement("fetch_attention", fetch_attention.fetch_attention, fetch_attention.fa
 implement("prefetch", prefetch.prefetch, prefetch.fake)
 implement("prefetch_select", prefetch_select.prefetch_select, prefetch_select.fake)
 implement("join_prefetch", join_prefetch.join_prefetch, join_prefetch.fake)
+implement("index_scores", index_scores.index_scores, index_scores.fake)
 implement("sparse_attention", aten.sparse_attention, sparse_attention.fake)
 
 

@@ -49,6 +49,7 @@ def lowered(function: Callable[..., Any], *calls: dict[str, Any], policy: Any) -
 class Printer:
     def __init__(self, result: Lowered) -> None:
         self.graph = result.gm.graph
+        self.gathers = bool(result.rewritten.chosen)
         self.names: dict[fx.Node, str] = {}
         self.symbols: dict[str, str] = {}
         self.lines: list[str] = []
@@ -69,6 +70,12 @@ class Printer:
                     self.lines.append(f"{self.names[node]} = input {self.kind(node)}")
             elif self._is_op(node):
                 self._op(node)
+            elif self.gathers and op(node) == "topk":
+                self.lines.append(f"ids = {self._call('topk', node.args, node.kwargs)}")
+            elif self.gathers and op(node) == "getitem" and self._is_gather(node):
+                number = sum(name.startswith("chosen") for name in self.names.values())
+                self.names[node] = f"chosen_{number}"
+                self.lines.append(f"chosen_{number} = {self.show(node.args[0])}[rows, ids]")
             elif op(node) in _WRITES and base_of(node.args[0]) in self.names:
                 self.lines.append(self._call(raw_name(node), node.args, node.kwargs))
             elif (
@@ -88,6 +95,11 @@ class Printer:
         return "\n".join(self.lines) + "\n"
 
     @staticmethod
+    def _is_gather(node: fx.Node) -> bool:
+        index = node.args[1]
+        return isinstance(index, tuple) and all(tensor(each) is not None for each in index)
+
+    @staticmethod
     def _is_op(node: fx.Node) -> bool:
         return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "hsa"
 
@@ -96,6 +108,7 @@ class Printer:
         results = {
             "page_mask": "bits",
             "page_bias": "added",
+            "index_scores": "scores",
             "checked_position": "position",
             "select": "ids, counts",
             "sparse_attention": "out, lse",

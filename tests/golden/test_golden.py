@@ -7,6 +7,7 @@ import torch
 from expecttest import TestCase
 from torch import Tensor, nn
 
+from ..models.chosen import AsKeys, Latent, given
 from ..models.helpers import cache_argument, new_cache, tiny
 from .format import format_graph, lowered
 
@@ -32,6 +33,13 @@ def decode_graph(family: str, kind: str, attention: str = "sdpa", **policy: obje
     steps = [call(20, 21), call(21, 22)]
     steps = steps[: 2 if kind == "dynamic" else 1]
     return format_graph(lowered(model, *steps, policy={**POLICY, **policy}))
+
+
+def chosen_graph(model: type[Latent], queries: int) -> str:
+    """A step of 8 chosen tokens of 50, batch 2."""
+    names = ("q", "latent", "latents", "queries", "keys", "weights", "at", "keep")
+    call = dict(zip(names, given(queries=queries), strict=True))
+    return format_graph(lowered(model().eval(), call, policy=POLICY))
 
 
 class GptFast(nn.Module):
@@ -499,6 +507,44 @@ added_0 = hsa.page_bias([1, 4, 1, n0 + 1] f32, 16)
 ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 5, 4, 0, 4, 16, softmax_mean, 0, added_0)
 out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, None, bits_0, [1, 4, 1, n0 + 1] f32, 0.25, 16)
 return [2, 1, 64] f32
+""",
+        )
+
+    def test_a_choice_of_the_model_over_latents(self) -> None:
+        self.assertExpectedInline(
+            chosen_graph(Latent, queries=1),
+            """\
+scores_0 = hsa.index_scores([2, 1, 3, 6] f32, [2, 50, 6] f32, [2, 1, 3] f32, 0.5)
+ids = topk([2, 1, 50] f32, 8, -1, sorted=False)
+chosen_0 = [2, 50, 12] f32[rows, ids]
+bits_0 = hsa.page_mask([2, 1, 1, 8] b8, 1)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, [2, 4, 8, 16] f32, [2, 4, 8, 4] f32, [2, 4, 8] i32, None, bits_0, None, 0.25, 1)
+return out_0
+""",
+        )
+
+    def test_a_choice_of_the_model_for_several_query_tokens(self) -> None:
+        self.assertExpectedInline(
+            chosen_graph(Latent, queries=3),
+            """\
+scores_0 = hsa.index_scores([2, 3, 3, 6] f32, [2, 50, 6] f32, [2, 3, 3] f32, 0.5)
+ids = topk([2, 3, 50] f32, 8, -1, sorted=False)
+chosen_0 = [2, 50, 12] f32[rows, ids]
+bits_0 = hsa.page_mask([6, 1, 1, 8] b8, 1)
+out_0, lse_0 = hsa.sparse_attention([6, 4, 1, 16] f32, [6, 4, 8, 16] f32, [6, 4, 8, 4] f32, [6, 4, 8] i32, None, bits_0, None, 0.25, 1)
+return [2, 4, 3, 4] f32
+""",
+        )
+
+    def test_a_choice_of_the_model_over_cached_keys(self) -> None:
+        self.assertExpectedInline(
+            chosen_graph(AsKeys, queries=1),
+            """\
+scores_0 = hsa.index_scores([2, 1, 3, 6] f32, [2, 50, 6] f32, [2, 1, 3] f32, 0.5)
+ids = topk([2, 1, 50] f32, 8, -1, sorted=False)
+bits_0 = hsa.page_mask([2, 1, 1, 50] b8, 1)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 6] f32, [2, 2, 50, 6] f32, [2, 2, 50, 6] f32, [2, 2, 8] i32, None, bits_0, None, 0.408248, 1)
+return out_0
 """,
         )
 

@@ -46,11 +46,11 @@ SIZES: dict[str, Any] = {
     "sliding_window": WINDOW,
     **_fields(True, "is_decoder use_cache"),
     "tie_word_embeddings": True,
-    # Latent attention and its index of tokens, which is to keep all of them.
+    # Latent attention, and an indexer that chooses fewer tokens than there are.
     **_fields(16, "q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim"),
     "qk_rope_head_dim": 8,
     "index_n_heads": 2,
-    "index_topk": 512,
+    "index_topk": 32,
     # Experts.
     **_fields(4, "num_experts num_local_experts n_routed_experts"),
     **_fields(2, "num_experts_per_tok"),

@@ -180,6 +180,18 @@ class Case:
                 },
                 meta(264, dtype=torch.int32),
             )
+        if name == "index_scores":
+            row = (self.batch, self.written)
+            return Kernel(
+                options.index_scores(0.1, self.written, heads, self.dim),
+                options.index_scores_configs(self.dtype.itemsize, heads, self.dim),
+                {
+                    "q": meta(*row, heads, self.dim, dtype=self.dtype),
+                    "k": meta(self.batch, self.tokens, self.dim, dtype=self.dtype),
+                    "weights": meta(*row, heads, dtype=floating),
+                },
+                meta(*row, self.tokens, dtype=floating),
+            )
         if name == "sparse_attention":
             inputs = {"q": q, "keys": keys, "values": values, "ids": ids, "bits": bits}
             if self.pool:
