@@ -133,7 +133,7 @@ def test_no_cache_answers_for_it(registered: PageScore) -> None:
             r"summarize returned numbers that are not finite",
         ),
     ],
-    ids=str,
+    ids=range(8),
 )
 def test_what_is_refused(changed: dict[str, object], message: str) -> None:
     before = algorithms.names()
