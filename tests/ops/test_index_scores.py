@@ -142,9 +142,7 @@ def test_the_kernel(child: Check, indexer: Indexer, dtype: torch.dtype, config: 
     child(check_kernel, indexer, dtype, config)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_lowered_to_the_kernel(dynamic: bool) -> None:
-    pytest.importorskip("triton")
+def check_lowered(dynamic: bool) -> None:
     q, k, weights = Indexer(tokens=300).inputs(torch.bfloat16)
     if dynamic:
         torch._dynamo.maybe_mark_dynamic(k, 1)
@@ -202,9 +200,19 @@ def check_single_tokens(additive: bool) -> None:
     assert f"({batch}, {heads}, {tokens}, 24), ({heads * tokens * 24}" in code
 
 
-@pytest.mark.parametrize("additive", [False, True])
-def test_attention_to_single_tokens_is_lowered(additive: bool) -> None:
-    """In a process of its own: what was compiled for a CPU before decomposes the ops."""
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Check]:
+    """A process of its own: what was compiled for a CPU before decomposes the ops."""
     pytest.importorskip("triton")
     with child_process(interpret=False) as run:
-        run(check_single_tokens, additive)
+        yield run
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_lowered_to_the_kernel(fresh: Check, dynamic: bool) -> None:
+    fresh(check_lowered, dynamic)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_attention_to_single_tokens_is_lowered(fresh: Check, additive: bool) -> None:
+    fresh(check_single_tokens, additive)
