@@ -30,6 +30,7 @@ from .graph_tools import (
     fixed,
     may_write,
     memory,
+    modifies,
     op,
     raw_name,
     readers,
@@ -146,7 +147,10 @@ def _computed(base: fx.Node, node: fx.Node, attention: Attention, what: str) -> 
         region = region_of([(node, attention.scores)], attention.out)
     except TogetherError:
         return plain
-    if not {"linear", "matmul"} & set(map(op, region.nodes)):
+    kept = any(
+        latent.op != "placeholder" or any(map(modifies, latent.users)) for latent in region.cached
+    )
+    if not kept or not {"linear", "matmul"} & set(map(op, region.nodes)):
         return plain
     numbers = sum(
         math.prod(
@@ -157,7 +161,7 @@ def _computed(base: fx.Node, node: fx.Node, attention: Attention, what: str) -> 
     )
     return (
         f"the {what} are computed in every step from cached latents, {numbers} numbers a token: "
-        f"there is no cache of {what}"
+        "there is no KV cache behind them"
     )
 
 
