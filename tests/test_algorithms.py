@@ -53,8 +53,15 @@ def registered() -> Iterator[PageScore]:
     del algorithms._ALGORITHMS["farthest"], algorithms._OWN["farthest"]
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_a_model_decodes_by_it(registered: PageScore, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        ("static", "eager"),
+        ("dynamic", "eager"),
+        pytest.param("static", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_decodes_by_it(registered: PageScore, kind: str, run: str) -> None:
     layer = LayerPolicy(algorithm="farthest", budget=64, page_size=16, sink=4, recent=16)
     model, asked = tiny("llama"), request(3, 140, 8, 190)
     tokens = torch.randint(3, 128, (3, 8), generator=torch.Generator().manual_seed(7))
@@ -62,7 +69,7 @@ def test_a_model_decodes_by_it(registered: PageScore, kind: str) -> None:
         expected = decode(model, model, kind, asked, tokens)
     other = decode(model, compile_hsa(model, replace(layer, algorithm="mean")), kind, asked, tokens)
     torch._dynamo.reset()
-    compiled = compile_hsa(model, layer, "inductor" if kind == "static" else "eager")
+    compiled = compile_hsa(model, layer, run)
     got = decode(model, compiled, kind, asked, tokens)
     torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=1e-5)
     assert (got.logits - other.logits).abs().max() > 1e-3, "the mean would have done"

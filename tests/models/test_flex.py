@@ -79,7 +79,16 @@ def check(spelling: Spelling, run: str) -> None:
     assert not torch.allclose(eager, expected, rtol=0, atol=1e-4), "nothing was left out"
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda spelling: spelling.name)
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        spelling
+        if spelling.name in WITH_INDUCTOR
+        else pytest.param(spelling, marks=pytest.mark.slow)
+        for spelling in SPELLINGS
+    ],
+    ids=lambda spelling: spelling.name,
+)
 def test_several_queries(spelling: Spelling) -> None:
     model = Spelled(spelling.function)
     with eagerly():
@@ -401,6 +410,7 @@ def test_layers_share_nothing_that_was_written_between_them() -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_functions_that_differ_in_a_constant() -> None:
     """A compile cache that holds the one does not answer for the other."""
 

@@ -117,6 +117,7 @@ def test_through_inductor(family: str, kind: str) -> None:
     assert sites[-1].decision == "sparse"
 
 
+@pytest.mark.slow
 def test_through_inductor_with_one_row() -> None:
     assert check(build("deepseek_v32", "sdpa"), "static", 1, "inductor")[-1].decision == "sparse"
 

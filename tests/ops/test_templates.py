@@ -369,7 +369,9 @@ def test_pages_that_just_missed(interpreted: Check, single: bool, more: int) -> 
     interpreted(check_select, shape, "mean", dtype, "batch", "softmax_mean", fraction=0.3, **rest)
 
 
-@pytest.mark.parametrize("top_p", [0.02, 0.37, 0.83, 0.999])
+@pytest.mark.parametrize(
+    "top_p", [0.83, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.02, 0.37, 0.999))]
+)
 @pytest.mark.parametrize("single", [True, False])
 def test_selection_that_stops_at_a_share(interpreted: Check, single: bool, top_p: float) -> None:
     config = None if single else Config({"WAYS": 4, "SINGLE": False, "BLOCK": 16}, 4)

@@ -216,9 +216,9 @@ def test_the_guess_is_the_later_layers_query_of_the_earlier_stream(
     guesses: list[Tensor] = []
     select = prefetch_select.aten.select
 
-    def watched(q: Tensor, *rest: object) -> object:
+    def watched(q: Tensor, *rest: object, **more: object) -> object:
         guesses.append(q.clone())
-        return select(q, *rest)
+        return select(q, *rest, **more)
 
     monkeypatch.setattr(prefetch_select.aten, "select", watched)
     policy = {"budget": 96, "page_size": PAGE, "placement": "host", **CROSS}

@@ -466,7 +466,8 @@ def test_layouts_of_the_output() -> None:
                 pair.check(number, keep)
 
 
-@pytest.mark.parametrize("kind", [Static, pytest.param(Growing, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Static, Growing])
 def test_with_inductor(kind: type) -> None:
     with torch.no_grad():
         step = compiled(kind(), run="inductor")
