@@ -20,7 +20,8 @@ class PageKernel:
     Attributes:
         summary: lines that assign ``part_0``, ``part_1``, ... ``[DIM_PAD]`` fp32, from ``tile [PAGE_SIZE, DIM_PAD]``
             fp32 (zero where nothing was read), ``read`` (which numbers of it count, broadcastable to the tile) and
-            ``count`` (how many tokens, at least 1). What they give for a page without tokens must be finite.
+            ``count`` (how many tokens, at least 1). What they give for a page without tokens must be finite; ``word``
+            is 0 for such a page.
         query: lines that assign ``met``, what meets part ``part`` (a constant) of a summary, from ``query`` fp32.
     """
 

@@ -24,15 +24,13 @@ def beside(device: torch.device) -> Iterator[None]:
 
     Memory that it uses must be allocated before, and kept until then.
     """
-    side = side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
+    with _forked(side_stream(device), device):
         yield
 
 
 @functools.cache
 def watching_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=0)
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
@@ -41,7 +39,12 @@ def watching(device: torch.device) -> Iterator[None]:
 
     It is not the one of :func:`beside`, whose copies steps do wait for.
     """
-    stream = watching_stream(device)
+    with _forked(watching_stream(device), device):
+        yield
+
+
+@contextlib.contextmanager
+def _forked(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
