@@ -419,6 +419,31 @@ def test_an_interrupted_run_goes_on(arguments, tmp_path, monkeypatch):
     assert len(more) == 2 * 2 * 3 and all(record in more for record in results)
 
 
+def test_results_of_runs_side_by_side_are_merged(tmp_path, capsys):
+    """Each file has a policy of its own; one of other settings is refused, and nothing is written."""
+    settings = {"seed": 0}
+    record = {"model": "m", "task": "single", "context": 1, "sample": 0, "score": 1.0, "read": 1.0}
+    for number, label in enumerate(("quest 16/16", "mean 16/16")):
+        policy = Policy.of({"algorithm": label.split()[0], "budget": 16, "page_size": 16})
+        store = Store(tmp_path / f"{number}.json")
+        store.agree(settings, {label: policy})
+        for each in ("dense", label):
+            store.add(record | {"policy": each, "text": "t", "steps": 1})
+        store.write()
+    out = ["--json", str(tmp_path / "out.json"), "--merge"]
+    assert cli.main([*out, str(tmp_path / "0.json"), str(tmp_path / "1.json")]) == 0
+    content = _content(tmp_path)
+    assert [one["policy"] for one in content["results"]] == ["dense", "mean 16/16", "quest 16/16"]
+    assert content["policies"].keys() == {"quest 16/16", "mean 16/16"}
+    other = Store(tmp_path / "2.json", {"seed": 1})
+    other.add(record | {"policy": "dense", "text": "t", "steps": 1})
+    other.write()
+    assert cli.main([*out, str(tmp_path / "2.json")]) == 2
+    assert cli.main([*out, str(tmp_path / "none.json")]) == 2
+    assert "no such file" in capsys.readouterr().err.replace("\n", "")
+    assert _content(tmp_path) == content
+
+
 def test_results_of_other_settings_are_not_mixed(arguments, tmp_path, capsys):
     store = Store(tmp_path / "out.json", {"seed": 1}, {}, {})
     record = {"model": "m", "task": "single", "context": 1, "sample": 0, "policy": "dense"}

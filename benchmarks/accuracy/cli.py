@@ -46,7 +46,13 @@ from hsa_compile import Policy, algorithms
 from hsa_compile.errors import HsaError
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RUNS = ("inductor", "eager")
+# Options of torch.compile. A step of a small model is mostly the host's time to launch it, but in a CUDA graph.
+COMPILED: dict[str, dict[str, str]] = {
+    "inductor": {},
+    "eager": {"run": "eager"},
+    "reduce-overhead": {"mode": "reduce-overhead"},
+}
+RUNS = tuple(COMPILED)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 # What is not given is taken from here.
@@ -117,11 +123,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     how = parser.add_argument_group("how").add_argument
     how("--device", metavar="DEVICE", help="cpu or cuda (cuda where there is one)")
     how("--dtype", metavar="DTYPE", help="(float32 on a CPU, bfloat16 on a GPU)")
-    how("--run", metavar="HOW", help="inductor or eager (eager on a CPU, inductor on a GPU)")
+    how("--run", metavar="HOW", help=f"{', '.join(RUNS)} (eager on a CPU, the last on a GPU)")
     how("--batch", metavar="N", help="samples decoded together (4 on a CPU, 16 on a GPU)")
     how("--chunk", metavar="N", help="tokens prefilled at a time (512 on a CPU, 1024 on a GPU)")
     how("--json", type=Path, metavar="OUT", help="(benchmarks/results/accuracy.json)")
     how("--table", action="store_true", help="print the tables of the file and run nothing")
+    how(
+        "--merge",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="add the results of other files, of runs side by side, and run nothing",
+    )
     return parser.parse_args(argv)
 
 
@@ -182,7 +196,7 @@ def settle(args: argparse.Namespace) -> None:
         raise AccuracyError(f"--device {args.device!r}: torch finds no GPU here; valid: 'cpu'")
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
     policies.check_each("--dtype", [args.dtype], tuple(FORMATS))
-    args.run = args.run or ("inductor" if gpu else "eager")
+    args.run = args.run or ("reduce-overhead" if gpu else "eager")
     policies.check_each("--run", [args.run], RUNS)
     args.batch = number("--batch", args.batch or (16 if gpu else 4))
     args.chunk = number("--chunk", args.chunk or (1024 if gpu else 512))
@@ -313,8 +327,8 @@ def measure(args: argparse.Namespace, store: Store, console: Console) -> None:
         args.batch,
         args.chunk,
         args.positions,
-        {"run": "eager"} if args.run == "eager" else {},
-        one_cache=args.run == "inductor",
+        COMPILED[args.run],
+        one_cache=args.run != "eager",
     )
     with progress_bar(console) as progress:
         bar = progress.add_task("results", total=plan.total)
@@ -327,7 +341,13 @@ def main(argv: list[str] | None = None) -> int:
     path = args.json or common.RESULTS / "accuracy.json"
     try:
         store = Store.open(path)
-        if args.table:
+        for other in args.merge:
+            if not other.exists():
+                raise AccuracyError(f"--merge: no such file: {other}; valid: files that runs wrote")
+            store.take(Store.open(other))
+        if args.merge:
+            store.write()
+        if args.table or args.merge:
             if not store.records:
                 raise AccuracyError(
                     f"--table: {path} has no results; valid: a file that a run wrote"

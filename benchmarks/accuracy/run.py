@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,21 +155,28 @@ class Runner:
         samples = [sample for sample, _ in batch]
         samples += samples[-1:] * (plan.batch - len(samples))
         contexts = torch.tensor([sample.context for sample in samples], device=plan.model.device)
+        began = time.perf_counter()
         prefix.prefill(contexts, plan.chunk)
         dense_steps = [0] * len(samples)
         lacking = {label for _, labels in batch for label in labels}
         recorder = Recorder(
             {label: policy for label, policy in plan.policies.items() if label in lacking}
         )
+        took = {"prefill": time.perf_counter() - began}
         if DENSE in lacking or (recorder.policies and plan.positions):
+            began = time.perf_counter()
             rows = self._decode_dense(prefix, samples, recorder)
             self._add(batch, DENSE, rows)
             dense_steps = [row.steps for row in rows]
+            took[DENSE] = time.perf_counter() - began
         for label in recorder.policies:
+            began = time.perf_counter()
             rows = self._decode(self._compiled[label], prefix, samples)
             read = self._share_read(label)
             masses = [recorder.row(label, i, dense_steps[i]) for i in range(len(batch))]
             self._add(batch, label, rows, read, masses)
+            took[label] = time.perf_counter() - began
+        self.say(", ".join(f"{what} {seconds:.0f} s" for what, seconds in took.items()))
 
     def _decode_dense(
         self, prefix: StaticPrefix, samples: Sequence[Sample], recorder: Recorder

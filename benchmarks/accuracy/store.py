@@ -84,6 +84,18 @@ class Store:
                 )
             self.policies[label] = content
 
+    def take(self, other: Store) -> None:
+        """Take over the results of another file, of a run beside this one.
+
+        Raises:
+            AccuracyError: it was made with other settings, or with other policies of the same names.
+        """
+        known = {label: Policy.load(content) for label, content in other.policies.items()}
+        if not self.records:
+            self.settings = other.settings
+        self.agree(other.settings, known)
+        self.records.update(other.records)
+
     def missing(self, keys: list[Key]) -> list[Key]:
         """Those that have no record yet."""
         return [key for key in keys if key not in self.records]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -221,6 +222,23 @@ def test_attention_written_out(family: str, policy: LayerPolicy) -> None:
 @pytest.mark.slow
 def test_with_inductor() -> None:
     check("bart", "static", 3, PART, run="inductor")
+
+
+@pytest.mark.parametrize(("policy", "whole"), [(WHOLE, True), (PART, False)])
+def test_a_monitor_of_keys_that_are_only_read(policy: LayerPolicy, whole: bool) -> None:
+    model, outs = tiny("bart"), []
+    for monitor in (0, 1):
+        compiled = compile_hsa(model, dataclasses.replace(policy, monitor=monitor))
+        outs.append(decode(model, compiled, encode(model, 3), new_cache(model, "static")))
+    assert torch.equal(*outs)
+    layers = [one for one in hsa_compile.stats(compiled).layers if "encoder_attn" in one.path]
+    assert len(layers) == 2
+    for layer in layers:
+        assert layer.observed > 0
+        if whole:
+            assert layer.recall == pytest.approx(1, abs=1e-5) and layer.output_error < 1e-5
+        else:
+            assert 0 < layer.recall < 1 - 1e-3 and layer.output_error > 1e-3
 
 
 def test_layers_are_told_apart_by_their_paths() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,10 +59,10 @@ def test_with_inductor(spelling: Spelling) -> None:
     check(spelling, "inductor")
 
 
-def check(spelling: Spelling, run: str) -> None:
+def check(spelling: Spelling, run: str, part: LayerPolicy = PART) -> None:
     """Lossless it is what flex_attention is, and sparse it is the rule."""
     torch.manual_seed(0)
-    model, twin = plain.twins(plain.decoder(Write(plain.index_copy_)), by_the_rule(spelling, PART))
+    model, twin = plain.twins(plain.decoder(Write(plain.index_copy_)), by_the_rule(spelling, part))
     model.attend = spelling.function
     before = {name: held.clone() for name, held in model.state_dict().items()}
 
@@ -71,7 +72,7 @@ def check(spelling: Spelling, run: str) -> None:
 
     with eagerly():
         eager = decoded(model, model)
-    for policy, expected in ((WHOLE, eager), (PART, decoded(twin, twin))):
+    for policy, expected in ((WHOLE, eager), (part, decoded(twin, twin))):
         compiled = compile_hsa(model, policy, run, strict=True)
         torch.testing.assert_close(decoded(compiled, model), expected, rtol=0, atol=1e-5)
         assert [site.decision for site in hsa_compile.explain(compiled).sites] == ["sparse"] * 2
@@ -109,6 +110,39 @@ def test_host_placement() -> None:
         compiled = compile_hsa(module, {**OPTIONS["policy"], "placement": placement}, strict=True)
         outs.append(plain.decode(module, compiled, STEPS, plain.LENGTH, seed=2))
     torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        dataclasses.replace(PART, algorithm="streaming"),
+        dataclasses.replace(PART, top_p=0.7, min_budget=16),
+    ],
+    ids=["window", "top_p"],
+)
+def test_other_selections(rule: LayerPolicy) -> None:
+    """Under a score_mod and a mask_mod: without scores, and as many pages as a share of the softmax takes."""
+    check(next(one for one in SPELLINGS if one.name == "everything"), "eager", rule)
+
+
+def test_a_monitor_changes_nothing() -> None:
+    """It measures what flex_attention computes: a recall of 1 where everything is read, and less where it is not."""
+    outs = {}
+    for policy in (PART, WHOLE):
+        for monitor in (0, 1):
+            torch.manual_seed(0)
+            model = plain.decoder(Write(plain.index_copy_))
+            model.attend = flex.everything
+            watching = dataclasses.replace(policy, monitor=monitor)
+            compiled = compile_hsa(model, watching, strict=True)
+            outs[monitor] = plain.decode(model, compiled, STEPS, plain.LENGTH, seed=2)
+        assert torch.equal(outs[0], outs[1])
+        for layer in hsa_compile.stats(compiled).layers:
+            assert layer.observed > 0
+            if policy is WHOLE:
+                assert layer.recall == pytest.approx(1, abs=1e-5) and layer.output_error < 1e-5
+            else:
+                assert 0 < layer.recall < 1 - 1e-3 and layer.output_error > 1e-3
 
 
 # What is left
