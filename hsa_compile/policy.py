@@ -29,6 +29,9 @@ from hsa_compile.policy_file import SUFFIXES, read_policy_file
 __all__ = ["FIELDS", "PRESETS", "LayerName", "LayerPolicy", "Policy", "algorithm_names", "describe"]
 
 PAGE_SIZES = (16, 32, 64)
+AUTO = "auto"
+LONG = 65536
+"""Tokens up to which "auto" takes the smaller pages."""
 GROUP_REDUCES = ("softmax_mean", "max")
 PLACEMENTS = ("device", "host")
 MAX_POOL = 64
@@ -45,7 +48,8 @@ class LayerPolicy:
             everything.
         budget: what one query reads. An int is tokens (>= 1), a float a fraction of the attendable
             length in (0, 1]; so 1 is one token and 1.0 is everything.
-        page_size: tokens a page: 16, 32 or 64.
+        page_size: tokens a page: 16, 32 or 64; or "auto": 64 in a cache of more than 65,536 tokens, 32 in one that is
+            shorter, or whose length is not known when it is compiled.
         sink: first tokens whose pages are always read (>= 0).
         recent: last tokens whose pages are always read (>= 0); the newest token's page always is.
         group_reduce: how the scores of the query heads that share a KV head become one:
@@ -70,7 +74,7 @@ class LayerPolicy:
 
     algorithm: str = "cuboid"
     budget: int | float = 2048
-    page_size: int = 32
+    page_size: Any = AUTO  # an int from planning on
     sink: int = 4
     recent: int = 64
     group_reduce: str = "softmax_mean"
@@ -93,8 +97,13 @@ class LayerPolicy:
                 self.budget,
                 "an int >= 1 (tokens) or a float in (0, 1] (a fraction of the attendable length)",
             )
-        if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
-            refuse("page_size", self.page_size, f"{listed(PAGE_SIZES)} (tokens)")
+        if self.page_size != AUTO and not (
+            type(self.page_size) is int and self.page_size in PAGE_SIZES
+        ):
+            valid = (
+                f"{listed(PAGE_SIZES)} (tokens) or {AUTO!r}{did_you_mean(self.page_size, (AUTO,))}"
+            )
+            refuse("page_size", self.page_size, valid)
         for name in ("sink", "recent"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
@@ -172,7 +181,17 @@ class LayerPolicy:
     @property
     def share(self) -> tuple[float, int] | tuple[()]:
         """``top_p`` and the pages that it does not go below; nothing where all of the budget is selected."""
-        return () if self.top_p == 1 else (self.top_p, -(-self.min_budget // self.page_size))
+        return (
+            ()
+            if self.top_p == 1
+            else (self.top_p, -(-self.min_budget // self.at_length(None).page_size))
+        )
+
+    def at_length(self, length: int | None) -> "LayerPolicy":
+        """The policy with the page size that "auto" is in a cache of ``length`` tokens (None: not known)."""
+        if self.page_size != AUTO:
+            return self
+        return dataclasses.replace(self, page_size=64 if (length or 0) > LONG else 32)
 
     # 1 == 1.0 in Python, but a budget of one token must never stand in for one of everything.
     def _identity(self) -> tuple[object, ...]:
@@ -194,7 +213,7 @@ class LayerPolicy:
         """
         budget = 1.0 if self.algorithm == "dense" else self.budget
         tokens = budget if isinstance(budget, int) else Fraction(repr(budget)) * length
-        return math.ceil(Fraction(tokens, self.page_size))
+        return math.ceil(Fraction(tokens, self.at_length(length).page_size))
 
 
 def algorithm_names() -> tuple[str, ...]:

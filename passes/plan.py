@@ -73,12 +73,13 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     attention = site.attention
     q, k, v = tensor(attention.q), tensor(attention.k), tensor(attention.v)
     assert q is not None and k is not None and v is not None
-    stays = "; it stays on the device" if policy.placement == "host" else ""
-    if policy.algorithm == "dense":
-        return LayerPlan(site, policy, "dense", "dense by policy" + stays)
     tokens = k.shape[2]
     # A growing cache is rewritten from its first step, whatever its length: the trace that follows is symbolic.
     fixed = site.keys.kind != "dynamic" and isinstance(tokens, int)
+    policy = policy.at_length(tokens if fixed else None)
+    stays = "; it stays on the device" if policy.placement == "host" else ""
+    if policy.algorithm == "dense":
+        return LayerPlan(site, policy, "dense", "dense by policy" + stays)
     if fixed and policy.pages(tokens) * policy.page_size >= tokens:
         note = f"the cache holds {tokens} tokens, within the budget"
         return LayerPlan(site, policy, "dense", note + stays)

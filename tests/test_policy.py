@@ -34,7 +34,7 @@ def says(*parts: str) -> str:
 
 
 def test_the_default_layer():
-    assert LayerPolicy() == LayerPolicy("cuboid", 2048, 32, 4, 64, "softmax_mean", "device")
+    assert LayerPolicy() == LayerPolicy("cuboid", 2048, "auto", 4, 64, "softmax_mean", "device")
     assert PRESETS["default"] == PRESETS["cuboid"] == LayerPolicy()
     assert algorithm_names() == ("dense", "cuboid", "mean", "quest", "streaming")
 
@@ -53,8 +53,10 @@ def test_the_default_layer():
         ("budget", float("inf"), ["budget inf"]),
         ("budget", True, ["budget True"]),
         ("budget", "2048", ["budget '2048'"]),
-        ("page_size", 48, ["page_size 48", "16, 32, 64 (tokens)"]),
+        ("page_size", 48, ["page_size 48", "16, 32, 64 (tokens) or 'auto'"]),
         ("page_size", 32.0, ["page_size 32.0"]),
+        ("page_size", "Auto", ["page_size 'Auto'", "or 'auto'; did you mean 'auto'?"]),
+        ("page_size", None, ["page_size None", "16, 32, 64 (tokens) or 'auto'"]),
         ("sink", -1, ["sink -1", "int >= 0 (tokens)"]),
         ("sink", True, ["sink True"]),
         ("recent", 0.5, ["recent 0.5", "int >= 0 (tokens)"]),
@@ -140,6 +142,10 @@ def test_a_policy_error_is_a_value_error():
         (0.25, 32, 1024, 8),
         (0.25, 32, 1025, 9),
         (0.01, 64, 1, 1),
+        (2048, "auto", 65_536, 64),
+        (2048, "auto", 65_537, 32),
+        (0.5, "auto", 65_536, 1024),
+        (0.5, "auto", 65_600, 513),
         # In binary, 0.07 * 3200 is above 224, and would pay for an eighth page.
         (0.07, 32, 3200, 7),
     ],
@@ -149,7 +155,16 @@ def test_pages_round_the_budget_up(budget, page_size, length, pages):
 
 
 def test_dense_pays_for_every_page():
-    assert DENSE.pages(100_000) == 3125
+    assert DENSE.pages(50_000) == 1563
+
+
+def test_pages_are_larger_in_long_caches() -> None:
+    """32 tokens a page up to 65,536, 64 beyond, 32 where the length is not known; what was given stays."""
+    layer = LayerPolicy(top_p=0.9)
+    assert [layer.at_length(tokens).page_size for tokens in (1, 65_536, 65_537)] == [32, 32, 64]
+    assert layer.at_length(None) == LayerPolicy(top_p=0.9, page_size=32)
+    assert (layer.share, layer.at_length(10**6).share) == ((0.9, 8), (0.9, 4))
+    assert LayerPolicy(page_size=16).at_length(10**6).page_size == 16
 
 
 def test_one_token_is_not_everything():
@@ -162,7 +177,7 @@ def test_one_token_is_not_everything():
 @pytest.mark.parametrize(
     "policy, line",
     [
-        (LayerPolicy(), "cuboid budget=2048 page=32 sink=4 recent=64"),
+        (LayerPolicy(), "cuboid budget=2048 page=auto sink=4 recent=64"),
         (LayerPolicy(algorithm="dense", budget=64), "dense"),
         (
             LayerPolicy("quest", 0.125, 16, 0, 1, "max"),

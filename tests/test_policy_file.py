@@ -35,12 +35,12 @@ def test_yaml_and_json_files_say_the_same(tmp_path):
     assert [describe(one).split(" sink")[0] for one in policy.resolve(LAYERS)] == [
         "dense",
         "dense",
-        "quest budget=1024 page=32",
-        "quest budget=1024 page=32",
+        "quest budget=1024 page=auto",
+        "quest budget=1024 page=auto",
         "dense",
-        "mean budget=2048 page=32",
-        "mean budget=2048 page=32",
-        "quest budget=0.5 page=32",
+        "mean budget=2048 page=auto",
+        "mean budget=2048 page=auto",
+        "quest budget=0.5 page=auto",
     ]
     (tmp_path / "policy.JSON").write_text(json.dumps(policy.to_dict()))
     assert Policy.load(tmp_path / "policy.JSON") == policy

@@ -120,6 +120,7 @@ class Step:
 
     def selected(self, policy: LayerPolicy) -> Tensor:
         """The pages that a step reads, ``[B, Hkv, P]`` int32, ascending and padded with -1."""
+        policy = policy.at_length(self.keys.shape[2])
         summary, bits = self._summary(policy.algorithm, policy.page_size)
         whole = isinstance(policy.budget, int)
         budget = policy.pages(0) if whole else 0
@@ -136,6 +137,7 @@ class Step:
         """The mass of the selected pages, and the oracle's for as many pages: ``[B, Hkv]`` each."""
         if policy.algorithm == "dense":
             return torch.ones_like(self.mass[..., 0]), torch.ones_like(self.mass[..., 0])
+        policy = policy.at_length(self.keys.shape[2])
         ids = self.selected(policy).long()
         mass = page_mass(self.mass, policy.page_size)
         got = torch.where(ids >= 0, mass.gather(-1, ids.clamp(min=0)), 0.0).sum(-1)
