@@ -52,7 +52,8 @@ def cost_of(plan: LayerPlan) -> Cost:
         selected = S * sympy.Rational(plan.fraction, FRACTION_UNIT)
     else:
         forced = forced_pages(policy.sink, plan.recent, page)
-        selected = sympy.Integer(max(policy.pages(0), forced) * page)
+        each = policy.head_pages or (policy.pages(0),)
+        selected = sympy.Rational(sum(max(one, forced) for one in each) * page, len(each))
     sparse = heads * width * sympy.ceiling(S / page) + token * sympy.Min(S, selected)
     return Cost(dense, sparse, _break_even(heads * width, page, token, selected))
 

@@ -47,7 +47,7 @@ class LayerPolicy:
         algorithm: a page score out of ``hsa_compile.algorithms.names()``, or "dense", which reads
             everything.
         budget: what one query reads. An int is tokens (>= 1), a float a fraction of the attendable
-            length in (0, 1]; so 1 is one token and 1.0 is everything.
+            length in (0, 1]; so 1 is one token and 1.0 is everything. A list of ints is tokens (>= 1) of each KV head.
         page_size: tokens a page: 16, 32 or 64; or "auto": 64 in a cache of more than 65,536 tokens, 32 in one that is
             shorter, or whose length is not known when it is compiled.
         sink: first tokens whose pages are always read (>= 0).
@@ -73,7 +73,7 @@ class LayerPolicy:
     """
 
     algorithm: str = "cuboid"
-    budget: int | float = 2048
+    budget: int | float | tuple[int, ...] = 2048
     page_size: Any = AUTO  # an int from planning on
     sink: int = 4
     recent: int = 64
@@ -89,14 +89,18 @@ class LayerPolicy:
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
-        tokens = type(self.budget) is int and self.budget >= 1
+        each = self.budget if isinstance(self.budget, list | tuple) else (self.budget,)
+        tokens = bool(each) and all(type(one) is int and one >= 1 for one in each)
         fraction = type(self.budget) is float and 0 < self.budget <= 1
         if not (tokens or fraction):
             refuse(
                 "budget",
                 self.budget,
-                "an int >= 1 (tokens) or a float in (0, 1] (a fraction of the attendable length)",
+                "an int >= 1 (tokens), a float in (0, 1] (a fraction of the attendable length) "
+                "or a list of ints >= 1 (tokens of each KV head)",
             )
+        if isinstance(self.budget, list):
+            object.__setattr__(self, "budget", tuple(self.budget))
         if self.page_size != AUTO and not (
             type(self.page_size) is int and self.page_size in PAGE_SIZES
         ):
@@ -171,21 +175,31 @@ class LayerPolicy:
                 self.top_p,
                 f"1 with group_reduce {self.group_reduce!r}: only 'softmax_mean' estimates shares",
             )
-        if isinstance(self.budget, int) and self.min_budget > self.budget:
+        least = min(self.budget) if isinstance(self.budget, tuple) else self.budget
+        if isinstance(least, int) and self.min_budget > least:
+            what = "smallest budget" if isinstance(self.budget, tuple) else "budget"
             refuse(
                 "min_budget",
                 self.min_budget,
-                f"at most the budget ({self.budget} tokens) with top_p {self.top_p:g}",
+                f"at most the {what} ({least} tokens) with top_p {self.top_p:g}",
             )
 
     @property
-    def share(self) -> tuple[float, int] | tuple[()]:
-        """``top_p`` and the pages that it does not go below; nothing where all of the budget is selected."""
-        return (
-            ()
-            if self.top_p == 1
-            else (self.top_p, -(-self.min_budget // self.at_length(None).page_size))
-        )
+    def stops(self) -> tuple[Any, ...]:
+        """What ``hsa::select`` is told last, as far as it is not the default: where a row stops.
+
+        ``top_p`` and the pages that it does not go below, and the pages of each KV head.
+        """
+        page = self.at_length(None).page_size
+        share = () if self.top_p == 1 else (self.top_p, -(-self.min_budget // page))
+        return (*(share or (1.0, 0)), list(self.head_pages)) if self.head_pages else share
+
+    @property
+    def head_pages(self) -> tuple[int, ...]:
+        """Pages that the budget pays for, KV head by KV head; nothing where it is the same for all."""
+        page = self.at_length(None).page_size
+        each = self.budget if isinstance(self.budget, tuple) else ()
+        return tuple(-(-tokens // page) for tokens in each)
 
     def at_length(self, length: int | None) -> "LayerPolicy":
         """The policy with the page size that "auto" is in a cache of ``length`` tokens (None: not known)."""
@@ -206,12 +220,13 @@ class LayerPolicy:
         return hash(self._identity())
 
     def pages(self, length: int) -> int:
-        """Pages that the budget pays for at a static attendable ``length`` (tokens).
+        """Pages that the budget pays for at a static attendable ``length`` (tokens), in the KV head that has most.
 
         A fraction is the decimal that was written: 0.07 of 100 tokens is 7. Pages that sink and
         recent force in beyond the budget are not added. "dense" pays for every page.
         """
         budget = 1.0 if self.algorithm == "dense" else self.budget
+        budget = max(budget) if isinstance(budget, tuple) else budget
         tokens = budget if isinstance(budget, int) else Fraction(repr(budget)) * length
         return math.ceil(Fraction(tokens, self.at_length(length).page_size))
 
@@ -244,7 +259,8 @@ def describe(policy: LayerPolicy) -> str:
     usual = LayerPolicy()
     parts = [policy.algorithm]
     if policy.algorithm != "dense":
-        parts += [f"budget={policy.budget}", f"page={policy.page_size}"]
+        each = policy.budget if isinstance(policy.budget, tuple) else (policy.budget,)
+        parts += [f"budget={','.join(map(str, each))}", f"page={policy.page_size}"]
         parts += [f"sink={policy.sink}", f"recent={policy.recent}"]
         if policy.top_p != usual.top_p:
             parts += [f"top_p={policy.top_p:g}", f"min={policy.min_budget}"]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
 from hsa_compile import algorithms
+from hsa_compile.errors import located, refuse
 from hsa_compile.lowering.limits import kernel_limits, pool_limits
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.policy import LayerName, LayerPolicy, Policy
@@ -35,7 +37,7 @@ def plan(
     """Resolve the policy for the layers present and plan each site.
 
     Raises:
-        PolicyError: a key of the policy matches none of the layers.
+        PolicyError: a key of the policy matches none of the layers, or a budget is not for the KV heads of its layer.
     """
     policies = policy.resolve([LayerName(site.where.index, site.where.path) for site in sites])
     return [_plan(site, layer) for site, layer in zip(sites, policies, strict=True)]
@@ -80,7 +82,9 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     stays = "; it stays on the device" if policy.placement == "host" else ""
     if policy.algorithm == "dense":
         return LayerPlan(site, policy, "dense", "dense by policy" + stays)
-    if fixed and policy.pages(tokens) * policy.page_size >= tokens:
+    if isinstance(policy.budget, tuple) and len(policy.budget) != k.shape[1]:
+        _refuse_heads(site, policy.budget, int(k.shape[1]))
+    if fixed and min(policy.head_pages or [policy.pages(tokens)]) * policy.page_size >= tokens:
         note = f"the cache holds {tokens} tokens, within the budget"
         return LayerPlan(site, policy, "dense", note + stays)
     reason = _cannot(q, k, v, policy.page_size, int(q.shape[2]))
@@ -134,6 +138,13 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     if policy.prefetch == "next_rank":
         ahead = max(0, min(math.ceil(policy.ahead * slots), pool - 1 - slots))
     return LayerPlan(site, policy, "sparse", "", slots, budget, fraction, pool, ahead)
+
+
+def _refuse_heads(site: AttentionSite, budget: tuple[int, ...], kv_heads: int) -> NoReturn:
+    where = f"policy: layer {site.where.index} ({site.where.path!r}), which has {kv_heads} KV heads"
+    valid = f"{kv_heads} ints, one for each of its KV heads, or one number for all; this has {len(budget)}"
+    with located(where):
+        refuse("budget", list(budget), valid)
 
 
 def _cannot(

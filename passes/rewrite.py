@@ -381,7 +381,7 @@ class _Rewriter:
             keys = plan.site.keys.base
             _, bits = self.masks.packed(plan.site.attention, keys, read, plan.policy.page_size)
             position = self.positions.of(now.site.keys, now.site.attention.k, mine)
-            rule = (*self._rule(plan, keys), *plan.policy.share)
+            rule = (*self._rule(plan, keys), *plan.policy.stops)
             held, moved = fetch_early(self.emit, plan, summary, bits, position, pool, rule)
         self.early[later] = _Early(held, moved)
 
@@ -397,9 +397,8 @@ class _Rewriter:
     def _beyond(self, plan: LayerPlan, bias: fx.Node | None) -> tuple[object, ...]:
         """What ``select`` is told behind that, as far as it is not the default."""
         pages = None if bias is None else self.masks.of_pages(bias, plan.policy.page_size)
-        share = plan.policy.share
-        if share:
-            return (plan.ahead, pages, *share)
+        if plan.policy.stops:
+            return (plan.ahead, pages, *plan.policy.stops)
         return (plan.ahead, *(() if pages is None else (pages,))) if plan.ahead or pages else ()
 
     def _budget(self, plan: LayerPlan, keys: fx.Node) -> tuple[object, object]:

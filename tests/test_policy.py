@@ -1,5 +1,6 @@
 """Policies: fields and their ranges, keys and their order, and the words of every error."""
 
+import dataclasses
 import json
 import re
 
@@ -52,7 +53,11 @@ def test_the_default_layer():
         ("budget", float("nan"), ["budget nan"]),
         ("budget", float("inf"), ["budget inf"]),
         ("budget", True, ["budget True"]),
-        ("budget", "2048", ["budget '2048'"]),
+        ("budget", "2048", ["budget '2048'", "or a list of ints >= 1 (tokens of each KV head)"]),
+        ("budget", [], ["budget []"]),
+        ("budget", [64, 0], ["budget [64, 0]"]),
+        ("budget", (64, True), ["budget (64, True)"]),
+        ("budget", [0.5, 64], ["budget [0.5, 64]"]),
         ("page_size", 48, ["page_size 48", "16, 32, 64 (tokens) or 'auto'"]),
         ("page_size", 32.0, ["page_size 32.0"]),
         ("page_size", "Auto", ["page_size 'Auto'", "or 'auto'; did you mean 'auto'?"]),
@@ -99,6 +104,10 @@ def test_a_bad_field_names_value_and_valid(field, value, message):
         ({"algorithm": "dense"}, "top_p 0.9 is not valid; valid: 1 with algorithm 'dense'"),
         ({"group_reduce": "max"}, "top_p 0.9 is not valid; valid: 1 with group_reduce 'max'"),
         ({"budget": 128}, "min_budget 256 is not valid; valid: at most the budget (128 tokens)"),
+        (
+            {"budget": [512, 128]},
+            "min_budget 256 is not valid; valid: at most the smallest budget (128 tokens)",
+        ),
     ],
     ids=str,
 )
@@ -110,8 +119,8 @@ def test_a_share_needs_an_estimate_and_room(fields: dict[str, object], message: 
 
 def test_a_share_in_words() -> None:
     layer = LayerPolicy(top_p=0.9)
-    assert layer.share == (0.9, 8)
-    assert LayerPolicy().share == ()
+    assert layer.stops == (0.9, 8)
+    assert LayerPolicy().stops == ()
     assert describe(layer) == describe(LayerPolicy()) + " top_p=0.9 min=256"
 
 
@@ -154,6 +163,19 @@ def test_pages_round_the_budget_up(budget, page_size, length, pages):
     assert LayerPolicy(budget=budget, page_size=page_size).pages(length) == pages
 
 
+def test_a_budget_for_each_kv_head() -> None:
+    layer = LayerPolicy(budget=[100, 2048], page_size=16)
+    assert layer.budget == (100, 2048) and layer == LayerPolicy(budget=(100, 2048), page_size=16)
+    assert (layer.head_pages, layer.pages(10)) == ((7, 128), 128)
+    assert layer.stops == (1.0, 0, [7, 128])
+    assert dataclasses.replace(layer, top_p=0.5, min_budget=48).stops == (0.5, 3, [7, 128])
+    assert LayerPolicy().head_pages == ()
+    assert describe(layer) == "cuboid budget=100,2048 page=16 sink=4 recent=64"
+    one, other = LayerPolicy(budget=[64]), LayerPolicy(budget=64)
+    assert one != other and len({one, other, LayerPolicy(budget=(64,))}) == 2
+    assert Policy(one).canonical() != Policy(other).canonical()
+
+
 def test_dense_pays_for_every_page():
     assert DENSE.pages(50_000) == 1563
 
@@ -163,7 +185,7 @@ def test_pages_are_larger_in_long_caches() -> None:
     layer = LayerPolicy(top_p=0.9)
     assert [layer.at_length(tokens).page_size for tokens in (1, 65_536, 65_537)] == [32, 32, 64]
     assert layer.at_length(None) == LayerPolicy(top_p=0.9, page_size=32)
-    assert (layer.share, layer.at_length(10**6).share) == ((0.9, 8), (0.9, 4))
+    assert (layer.stops, layer.at_length(10**6).stops) == ((0.9, 8), (0.9, 4))
     assert LayerPolicy(page_size=16).at_length(10**6).page_size == 16
 
 
@@ -384,7 +406,12 @@ def test_a_key_for_no_layer_names_those_that_exist(key, message):
 
 MIXED = {
     "default": {"budget": 0.5, "sink": 0},
-    "layers": {"*": "quest", 0: "dense", "-2--1": {"budget": 1.0}, "model.*.3.*": {"recent": 1}},
+    "layers": {
+        "*": "quest",
+        0: "dense",
+        "-2--1": {"budget": 1.0},
+        "model.*.3.*": {"recent": 1, "budget": [64, 32]},
+    },
 }
 
 

@@ -122,7 +122,7 @@ class Step:
         """The pages that a step reads, ``[B, Hkv, P]`` int32, ascending and padded with -1."""
         policy = policy.at_length(self.keys.shape[2])
         summary, bits = self._summary(policy.algorithm, policy.page_size)
-        whole = isinstance(policy.budget, int)
+        whole = not isinstance(policy.budget, float)
         budget = policy.pages(0) if whole else 0
         fraction = 0 if whole else round(policy.budget * FRACTION_UNIT)
         additive = self.mask.dtype != torch.bool
@@ -130,7 +130,7 @@ class Step:
         return torch.ops.hsa.select(
             *(self.q, summary, bits, self.scale, policy.algorithm, policy.page_size),
             *(summary.shape[2], budget, fraction, policy.sink, policy.recent, policy.group_reduce),
-            *(0, bias, *policy.share),
+            *(0, bias, *policy.stops),
         )[0]
 
     def captured(self, policy: LayerPolicy) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ renderer give a kernel the same constants. Names are those of the templates' leg
 """
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .. import algorithms
@@ -165,6 +166,7 @@ def top_pages(
     newest_first: bool = False,
     top_p: float = 1.0,
     floor: int = 0,
+    head_pages: Sequence[int] = (),
 ) -> Constants:
     """``pages`` is None where their number is not known."""
     group_pad = next_power_of_2(group)
@@ -181,6 +183,7 @@ def top_pages(
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,
         "BUDGET": budget_pages,
+        "HEAD_BUDGETS": repr(" ".join(map(str, head_pages))),
         "FRACTION": fraction,
         "SINK": sink,
         "RECENT": recent,

@@ -1,5 +1,6 @@
 """Inductor's lowering of ``hsa::select``: page scores, then the search for the best pages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def lower(
     bias: Any = None,
     top_p: float = 1.0,
     floor: int = 0,
+    head_pages: Sequence[int] = (),
 ) -> tuple[Any, Any]:
     op = torch.ops.hsa.select.default
     args = (
@@ -46,6 +48,7 @@ def lower(
         bias,
         top_p,
         floor,
+        head_pages,
     )
     device = q.get_device()
     if not kernels.run_on(device):
@@ -88,7 +91,7 @@ def lower(
     constants = options.top_pages(
         float(scale), group_reduce, kv_heads, group, page_size, rows, budget, fraction, sink, recent,
         compat.static_int(pages) if compat.is_constant(pages) else None, more,
-        newest_first, float(top_p), floor,
+        newest_first, float(top_p), floor, head_pages,
     )  # fmt: skip
     ids = compat.scratch(device, torch.int32, (batch, kv_heads, slots + more))
     inputs |= {"bits": bits, "ids": ids}

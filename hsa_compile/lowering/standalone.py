@@ -7,7 +7,7 @@ the ops, and produce what ``hsa_compile.ops`` specifies.
 
 import importlib.util
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -292,6 +292,7 @@ def select(
     bias: Tensor | None = None,
     top_p: float = 1.0,
     floor: int = 0,
+    head_pages: Sequence[int] = (),
     known_pages: bool = True,
     config: Config | None = None,
     scores: Tensor | None = None,
@@ -308,7 +309,7 @@ def select(
     constants = options.top_pages(
         scale, group_reduce, kv_heads, query_heads // kv_heads, page_size, rows_of(bits),
         budget_pages, fraction, sink, recent, pages if known_pages else None, more,
-        newest_first, top_p, floor,
+        newest_first, top_p, floor, head_pages,
     )  # fmt: skip
     config = (
         config or options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"]))[0]

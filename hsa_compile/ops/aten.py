@@ -13,6 +13,7 @@ How an expression is spelled decides what Inductor makes of it on a CPU:
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -211,6 +212,7 @@ def select(
     bias: Tensor | None = None,
     top_p: float = 1.0,
     floor: int = 0,
+    head_pages: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """See ``hsa_compile.ops.select``."""
     batch, kv_heads, pages = summary.shape[:3]
@@ -228,6 +230,11 @@ def select(
     always = present & ((lowest < first + sink) | (highest > last - max(recent, 1)))
     always_count = always.sum(-1, keepdim=True)
     bought: Tensor | IntLikeType = budget_pages
+    if head_pages:
+        head = torch.arange(kv_heads, device=q.device).unsqueeze(-1)
+        bought = torch.zeros_like(head)
+        for at, count in enumerate(head_pages):
+            bought = torch.where(head == at, count, bought)
     if fraction:
         bought = (-(-(fraction * length) // (page_size * FRACTION_UNIT))).unsqueeze(-1)
     within = length.unsqueeze(-1) <= bought * page_size

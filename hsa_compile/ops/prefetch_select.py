@@ -16,6 +16,7 @@ layer's state until ``hsa::join_prefetch``.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ define(
     "prefetch_select(Tensor q, Tensor summary, Tensor bits, Tensor position, Tensor keys, Tensor values, "
     "Tensor(a!) table, Tensor(b!) owner, Tensor(c!) used, Tensor(d!) clock, Tensor(e!) pool_keys, "
     "Tensor(f!) pool_values, float scale, str algorithm, int page_size, int slots, int budget_pages, int fraction, "
-    "int sink, int recent, str group_reduce, float top_p=1.0, int floor=0) -> (Tensor held, Tensor counts)"
+    "int sink, int recent, str group_reduce, float top_p=1.0, int floor=0, "
+    "int[] head_pages=[]) -> (Tensor held, Tensor counts)"
 )
 
 _ALIGNED = 256
@@ -61,12 +63,14 @@ def prefetch_select(
     group_reduce: str,
     top_p: float = 1.0,
     floor: int = 0,
+    head_pages: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     rule = (scale, algorithm, page_size, slots, budget_pages, fraction, sink, recent, group_reduce)
     state, pools = (table, owner, used, clock), (pool_keys, pool_values)
+    stops: dict[str, Any] = {"top_p": top_p, "floor": floor, "head_pages": head_pages}
     held, counts = _results(q, summary, slots)
     if q.device.type != "cuda":
-        ids, _ = aten.select(q, summary, bits, *rule, top_p=top_p, floor=floor)
+        ids, _ = aten.select(q, summary, bits, *rule, **stops)
         _, loads, counts = diff.diff(ids, position, page_size, *state, more=slots)
         fetch(keys, values, loads, counts, *pools, page_size, ahead=True)
         return held, counts
@@ -74,7 +78,7 @@ def prefetch_select(
 
     make = _Carver(held)
     with streams.beside(q.device):
-        ids, _ = standalone.select(q, summary, bits, *rule, top_p=top_p, floor=floor, make=make)
+        ids, _ = standalone.select(q, summary, bits, *rule, **stops, make=make)
         _, loads, _ = standalone.diff(
             ids, position, page_size, *state, more=slots, make=make, counts=counts
         )
@@ -134,5 +138,6 @@ def fake(
     group_reduce: str,
     top_p: float = 1.0,
     floor: int = 0,
+    head_pages: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     return _results(q, summary, slots)

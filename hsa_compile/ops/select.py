@@ -23,6 +23,7 @@ Pages that hold one of the first ``sink`` attendable tokens, one of the last ``r
 in. They count towards the number of pages, ``ceil(budget / page_size)``, and are all of them where they are more. The
 rest go by score, ties to the lower index. A page without an attendable token is never selected. A budget given as a
 fraction is taken of the attendable tokens of the row; it is passed in units of 1 / 65536 (0: ``budget_pages`` counts).
+Where ``head_pages`` are given, one number for each KV head, these take the place of ``budget_pages``.
 
 A row whose attendable tokens are no more than the pages of its budget hold may take one page more: tokens that begin
 inside a page touch one page more than they fill. Nothing is then left out of it.
@@ -37,6 +38,7 @@ too, and padded with -1. They are not counted.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +54,7 @@ FRACTION_UNIT = 65536
 define(
     "select(Tensor q, Tensor summary, Tensor bits, float scale, str algorithm, int page_size, SymInt slots, "
     "SymInt budget_pages, int fraction, int sink, int recent, str group_reduce, int more=0, Tensor? bias=None, "
-    "float top_p=1.0, int floor=0) "
+    "float top_p=1.0, int floor=0, int[] head_pages=[]) "
     "-> (Tensor ids, Tensor counts)"
 )
 
@@ -81,6 +83,7 @@ def select_reference(
     bias: Tensor | None = None,
     top_p: float = 1.0,
     floor: int = 0,
+    head_pages: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """The specification, row by row; in float64 where ``q`` is, else in float32."""
     batch, query_heads = q.shape[:2]
@@ -119,7 +122,7 @@ def select_reference(
                 t // page_size for t in tokens if t < first + sink or t > last - recent or t == last
             }
             share = -(-(fraction * len(tokens)) // (page_size * FRACTION_UNIT))
-            bought = share if fraction else budget_pages
+            bought = share if fraction else head_pages[h] if head_pages else budget_pages
             by_score = sorted(in_page.keys() - always, key=lambda p: (-float(rank[b, h, p]), p))
             if len(tokens) <= bought * page_size:
                 bought += 1
@@ -154,6 +157,7 @@ def fake(
     bias: Tensor | None = None,
     top_p: float = 1.0,
     floor: int = 0,
+    head_pages: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     batch, kv_heads = summary.shape[:2]
     ids = q.new_empty((batch, kv_heads, slots + more), dtype=torch.int32)

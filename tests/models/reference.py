@@ -73,7 +73,8 @@ def sparse_attention(
     mask = mask.expand(q.shape[0], -1, -1, -1)
     bits = page_mask(mask, policy.page_size)
     summary = page_summaries(keys, attendable(mask), policy)
-    whole = isinstance(policy.budget, int)
+    whole, each = not isinstance(policy.budget, float), policy.budget
+    each = each if isinstance(each, tuple) else ()
     ids, _ = select_reference(
         q,
         summary,
@@ -82,7 +83,7 @@ def sparse_attention(
         policy.algorithm,
         policy.page_size,
         bits.shape[-1],
-        ceil(policy.budget / policy.page_size) if whole else 0,
+        ceil(policy.budget / policy.page_size) if whole and not each else 0,
         0 if whole else round(policy.budget * FRACTION_UNIT),
         policy.sink,
         policy.recent,
@@ -90,6 +91,7 @@ def sparse_attention(
         bias=None if mask.dtype == torch.bool else mean_bias(mask, policy.page_size),
         top_p=policy.top_p,
         floor=ceil(policy.min_budget / policy.page_size),
+        head_pages=[ceil(tokens / policy.page_size) for tokens in each],
     )
     bias = None if mask.dtype == torch.bool else mask
     out, lse = sparse_attention_reference(

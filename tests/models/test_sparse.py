@@ -90,6 +90,12 @@ def test_a_share_reads_less_than_the_budget() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.6, "min_budget": 32}], ids=str)
+def test_a_budget_for_each_kv_head(kind: str, more: dict[str, Any]) -> None:
+    check("llama", kind, policy(budget=[32, 80], recent=8, **more), length=160)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_forced_pages_beyond_the_budget(kind: str) -> None:
     check("llama", kind, policy(budget=16, sink=20, recent=20))
 
@@ -126,7 +132,10 @@ def test_other_models(family: str, kind: str, attention: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("more", [{}, {"top_p": 0.6, "min_budget": 16}, {"algorithm": "streaming"}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"top_p": 0.6, "min_budget": 16}, {"algorithm": "streaming"}, {"budget": [32, 64]}],
+)
 def test_with_inductor(kind: str, more: dict[str, Any]) -> None:
     check("llama", kind, policy(**more), run="inductor")
 

@@ -41,6 +41,7 @@ class Case:
     softcap: float = 0.0
     top_p: float = 1.0
     floor: int = 0
+    uneven: bool = False
     token_major: bool = False
     seed: int = 0
 
@@ -53,10 +54,12 @@ class Case:
         return self.head_dim**-0.5
 
     @property
-    def share(self) -> tuple[float, int]:
+    def stops(self) -> tuple[object, ...]:
         """Where a row stops; shares are estimated by the mean of softmax alone."""
         estimated = self.group_reduce == "softmax_mean" and algorithms.get(self.algorithm).parts
-        return (self.top_p, self.floor) if estimated else (1.0, 0)
+        heads = [max(1, self.slots - 3 * head) for head in range(self.kv_heads)]
+        share = (self.top_p, self.floor) if estimated else (1.0, 0)
+        return (*share, heads if self.uneven and not self.fraction else [])
 
     def selection(self, tokens: int | None = None) -> tuple[object, ...]:
         """Arguments of ``select`` after q, summary and bits, with the slots that the rule needs."""
@@ -104,6 +107,7 @@ def cases(draw: st.DrawFn) -> Case:
         # No share that a number of equal pages reaches exactly.
         top_p=draw(st.sampled_from((1.0, 1.0, 0.37, 0.83, 0.953))),
         floor=draw(st.integers(0, 3)),
+        uneven=draw(st.booleans()),
         token_major=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
@@ -148,7 +152,7 @@ class State:
     def selection(self, more: int = 0) -> tuple[object, ...]:
         """Arguments of ``select``."""
         rule = self.case.selection()
-        return (self.q, self.summary, self.bits, *rule, more, self.page_bias, *self.case.share)
+        return (self.q, self.summary, self.bits, *rule, more, self.page_bias, *self.case.stops)
 
     def fresh(self) -> tuple[Tensor, Tensor]:
         """Summaries built from scratch by the op."""

@@ -51,6 +51,7 @@ class Case:
     fetches: bool = False
     softcap: float = 0.0
     top_p: float = 1.0
+    head_pages: tuple[int, ...] = ()
     written: int = 1
 
     def kernel(self, name: str) -> Kernel:
@@ -109,6 +110,7 @@ class Case:
             constants = options.top_pages(
                 0.1, "softmax_mean", self.kv_heads, self.group, self.page, rows, slots, 0, 1, 32,
                 pages if self.known_pages else None, 0, self.algorithm == "streaming", self.top_p, 8,
+                self.head_pages,
             )  # fmt: skip
             inputs = {} if self.algorithm == "streaming" else {"scores": scores}
             inputs |= {"bits": bits, "ids": ids}
@@ -285,7 +287,11 @@ def test_several_query_tokens_compile(child: Check, name: str, group: int) -> No
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("more", [{"top_p": 0.9}, {"algorithm": "streaming"}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{"top_p": 0.9}, {"algorithm": "streaming"}, {"top_p": 0.9, "head_pages": (64, 32) * 4}],
+    ids=str,
+)
 def test_other_selections_compile(child: Check, more: dict[str, Any], known: bool) -> None:
     case = Case(known_pages=known, **more)
     child(check_compiles, case, "top_pages", early=True)

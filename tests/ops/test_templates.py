@@ -135,6 +135,7 @@ def check_select(
     biased: bool = False,
     top_p: float = 1.0,
     floor: int = 0,
+    head_pages: tuple[int, ...] = (),
 ) -> None:
     bits = page_mask(make_mask(kind, shape), shape.page)
     q = torch.randn(shape.batch, shape.heads, 1, shape.dim).to(dtype)
@@ -145,7 +146,7 @@ def check_select(
     slots = budget + 1 if not fraction else bits.shape[-1]
     bias = 3 * torch.randn(1, shape.heads, bits.shape[-1]) if biased else None
     rest = (algorithm, shape.page, slots, budget, share, sink, recent, reduce, more, bias)
-    rest = (*rest, top_p, floor)
+    rest = (*rest, top_p, floor, head_pages)
     ids, counts = select_reference(q.double(), summary.double(), bits, shape.scale, *rest)
     # Pages that cannot be attended are not read.
     union = bits.expand(shape.batch, shape.heads, -1).unflatten(1, (shape.kv_heads, shape.group))
@@ -399,6 +400,22 @@ def test_a_share_of_equal_pages(interpreted: Check) -> None:
             check_select, Shape(tokens=800), "mean", torch.float32, "row full", "softmax_mean",
             slots=30, sink=0, tied=True, config=config, top_p=0.37,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_budget_for_each_kv_head(interpreted: Check, single: bool) -> None:
+    """Also one of a single page, one that the row is within, and with a share as well."""
+    config = None if single else Config({"WAYS": 2, "SINGLE": False, "BLOCK": 16}, 4)
+    rest = {"config": config, "slots": 24, "head_pages": (24, 1, 9)}
+    for shape, kind, more in (
+        (Shape(tokens=803, kv_heads=3), "batch", {}),
+        (Shape(tokens=330, kv_heads=3, group=3), "row full", {"sink": 0, "recent": 0}),
+        (Shape(tokens=803, kv_heads=3, group=1), "row", {"top_p": 0.6, "floor": 3, "more": 4}),
+        (Shape(tokens=803, kv_heads=3), "row full", {"tied": True, "sink": 0}),
+    ):
+        interpreted(
+            check_select, shape, "mean", torch.float32, kind, "softmax_mean", **rest, **more
+        )
 
 
 def test_nan_scores_rank_lowest(interpreted: Check) -> None:

@@ -1,15 +1,17 @@
-"""Budgets that adapt, step by step: page sizes by length."""
+"""Budgets that adapt, step by step: page sizes by length, and a budget for each KV head."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hsa_compile
+from hsa_compile.errors import PolicyError
 from tests.models.helpers import compile_hsa
 
 LONG = 65_536
@@ -94,3 +96,65 @@ def test_two_page_sizes_of_one_cache() -> None:
         fresh = compile_hsa(Attention(), {**policy, "page_size": size})
         again.append(fresh(q, k, v, keys, values, torch.tensor([9001])))
     assert any(torch.allclose(whole[1], one, rtol=1e-5, atol=1e-5) for one in again)
+
+
+# A budget for each KV head
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@torch.no_grad()
+def test_heads_read_what_their_budgets_buy(growing: bool) -> None:
+    """Each head what it reads under its own budget for all: the heads of the model, the pool, the counters."""
+
+    def decode(budget: object, placement: str = "device", **more: Any) -> tuple[Tensor, Any]:
+        policy = {"budget": budget, "page_size": 16, "recent": 16, "placement": placement, **more}
+        compiled, found = compile_hsa(Attention(growing), policy), []
+        _, _, _, keys, values, _ = step(200 if growing else 208, 200)
+        for at in range(200, 206):
+            q, k, v, *_ = step(1, 0, seed=at)
+            out = compiled(q, k, v, keys, values, torch.tensor([at]))
+            if growing:
+                out, keys, values = out
+            found.append(out)
+        return torch.cat(found, 2), hsa_compile.stats(compiled).layers[-1]
+
+    (wide, much), (narrow, little) = decode(96), decode(32)
+    out, counted = decode([96, 32])
+    assert torch.equal(out[:, :2], wide[:, :2]) and torch.equal(out[:, 2:], narrow[:, 2:])
+    assert counted.tokens_read == (much.tokens_read + little.tokens_read) / 2
+    pooled, held = decode([96, 32], "host", pool=1.5, prefetch="next_rank")
+    assert torch.equal(pooled, out) and held.pages_hit > 0
+    assert held.tokens_read == counted.tokens_read
+
+
+@torch.no_grad()
+def test_every_budget_must_cover_to_read_everything() -> None:
+    inputs = step(128, 127)
+    options = [{"policy": {"budget": each, "page_size": 16}} for each in ([128, 127], [128, 112])]
+    within, part = (
+        hsa_compile.explain(Attention(), *inputs, options=one).sites[0] for one in options
+    )
+    assert (within.decision, part.decision) == ("dense", "sparse")
+    assert "within the budget" in within.reason
+    # 2 KV heads; of each of 8 pages 2 x 16 numbers in fp32 and 24 bytes of words; 8 and 7 pages of keys and values.
+    read = sympy.sympify(part.bytes_sparse, {"S": sympy.Integer(128)})
+    assert read == 2 * 8 * (128 + 24) + (8 + 7) * 16 * 2 * 64
+
+
+@pytest.mark.parametrize("budget", [[64], [64, 32, 16]], ids=str)
+@torch.no_grad()
+def test_another_number_of_kv_heads_is_an_error(budget: list[int]) -> None:
+    compiled = compile_hsa(Attention(), {"budget": budget, "page_size": 16})
+    inputs = step(128, 5)
+    before = inputs[3].clone()
+    with pytest.raises(Exception) as raised:
+        compiled(*inputs)
+    assert isinstance(raised.value.inner_exception, PolicyError)
+    said = str(raised.value.inner_exception)
+    assert "policy: layer 0" in said and "which has 2 KV heads" in said
+    assert f"budget {budget} is not valid; valid: 2 ints" in said
+    assert said.endswith(f"this has {len(budget)}")
+    assert torch.equal(inputs[3], before)
+    # A layer that does not select has no use for it.
+    dense = {"default": {"budget": budget}, "layers": {0: "dense"}}
+    assert compile_hsa(Attention(), dense)(*inputs).shape == (1, HEADS, 1, SIZE)
