@@ -64,6 +64,8 @@ class LayerPolicy:
         top_p: share of the softmax, as the page scores estimate it, at which a row stops selecting, in (0, 1]; the
             budget is then the most that it selects. 1 selects the whole budget. Rows within the budget are read whole.
         min_budget: tokens that ``top_p`` does not go below (>= 0).
+        dense_below: share of the softmax, as the page scores estimate it, in [0, 1]: a row whose selected pages hold
+            less is read whole. 0 is never.
         monitor: every how many steps one KV head is attended densely beside the step, to measure what the selection
             captured (>= 0); 0 is never. See ``hsa_compile.stats``.
         monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
@@ -84,6 +86,7 @@ class LayerPolicy:
     ahead: float = 0.25
     top_p: float = 1.0
     min_budget: int = 256
+    dense_below: float = 0.0
     monitor: int = 0
     monitor_bound: float = 0.0
 
@@ -138,6 +141,7 @@ class LayerPolicy:
             )
 
         self._check_top_p()
+        self._check_dense_below()
         self._check_monitor()
 
     def _check_monitor(self) -> None:
@@ -163,18 +167,7 @@ class LayerPolicy:
             refuse("min_budget", self.min_budget, "an int >= 0 (tokens)")
         if self.top_p == 1:
             return
-        from hsa_compile import algorithms
-
-        scored = [name for name in algorithms.names() if algorithms.get(name).parts]
-        if self.algorithm not in scored:
-            why = f"with algorithm {self.algorithm!r}, which estimates no softmax (such as {scored[0]!r} does)"
-            refuse("top_p", self.top_p, f"1 {why}")
-        if self.group_reduce != "softmax_mean":
-            refuse(
-                "top_p",
-                self.top_p,
-                f"1 with group_reduce {self.group_reduce!r}: only 'softmax_mean' estimates shares",
-            )
+        self._needs_shares("top_p", 1)
         least = min(self.budget) if isinstance(self.budget, tuple) else self.budget
         if isinstance(least, int) and self.min_budget > least:
             what = "smallest budget" if isinstance(self.budget, tuple) else "budget"
@@ -184,14 +177,43 @@ class LayerPolicy:
                 f"at most the {what} ({least} tokens) with top_p {self.top_p:g}",
             )
 
+    def _check_dense_below(self) -> None:
+        if type(self.dense_below) not in (int, float) or not 0 <= self.dense_below <= 1:
+            valid = "a number from 0 to 1 (a share of the softmax; 0 is never)"
+            refuse("dense_below", self.dense_below, valid)
+        object.__setattr__(self, "dense_below", float(self.dense_below))
+        if self.dense_below == 0:
+            return
+        self._needs_shares("dense_below", 0)
+        if self.dense_below > self.top_p:
+            valid = f"at most top_p ({self.top_p:g}), at which rows stop"
+            refuse("dense_below", self.dense_below, valid)
+        if self.placement == "host":
+            valid = "0 with placement 'host', whose pool does not hold all pages"
+            refuse("dense_below", self.dense_below, valid)
+
+    def _needs_shares(self, name: str, never: int) -> None:
+        """Refuse a field other than ``never`` where the policy estimates no shares of the softmax."""
+        from hsa_compile import algorithms
+
+        scored = [name for name in algorithms.names() if algorithms.get(name).parts]
+        if self.algorithm not in scored:
+            why = f"with algorithm {self.algorithm!r}, which estimates no softmax (such as {scored[0]!r} does)"
+            refuse(name, getattr(self, name), f"{never} {why}")
+        if self.group_reduce != "softmax_mean":
+            why = f"with group_reduce {self.group_reduce!r}: only 'softmax_mean' estimates shares"
+            refuse(name, getattr(self, name), f"{never} {why}")
+
     @property
     def stops(self) -> tuple[Any, ...]:
         """What ``hsa::select`` is told last, as far as it is not the default: where a row stops.
 
-        ``top_p`` and the pages that it does not go below, and the pages of each KV head.
+        ``top_p`` and the pages that it does not go below, the pages of each KV head, and ``dense_below``.
         """
         page = self.at_length(None).page_size
         share = () if self.top_p == 1 else (self.top_p, -(-self.min_budget // page))
+        if self.dense_below:
+            return (*(share or (1.0, 0)), list(self.head_pages), self.dense_below)
         return (*(share or (1.0, 0)), list(self.head_pages)) if self.head_pages else share
 
     @property
@@ -264,6 +286,8 @@ def describe(policy: LayerPolicy) -> str:
         parts += [f"sink={policy.sink}", f"recent={policy.recent}"]
         if policy.top_p != usual.top_p:
             parts += [f"top_p={policy.top_p:g}", f"min={policy.min_budget}"]
+        if policy.dense_below:
+            parts.append(f"dense_below={policy.dense_below:g}")
         if policy.group_reduce != usual.group_reduce:
             parts.append(f"group_reduce={policy.group_reduce}")
     if policy.placement != usual.placement:

@@ -100,10 +100,14 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         budget = policy.pages(tokens)
         slots = min(max(budget + 1, forced), -(-tokens // policy.page_size))
     elif fraction:
-        budget = slots = 0  # both follow the length; the rewrite computes them in the graph
+        budget = slots = (
+            0  # both follow the length; the rewrite computes slots that are 0 in the graph
+        )
     else:
         budget = policy.pages(0)
         slots = max(budget + 1, forced)
+    if policy.dense_below:
+        slots = -(-tokens // policy.page_size) if isinstance(tokens, int) else 0
     if policy.placement == "device":
         return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
     if site.keys.kind == "fixed":

@@ -257,8 +257,9 @@ class _Rewriter:
             )
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
-            capped = (attention.softcap,) if attention.softcap else ()
-            rest = (attention.scale, policy.page_size, *capped)
+            capped = (attention.softcap,) if attention.softcap or policy.dense_below else ()
+            ragged = (True,) if policy.dense_below else ()
+            rest = (attention.scale, policy.page_size, *capped, *ragged)
             moved = None
             if state.pool is None:
                 attended = self.emit.call(
@@ -402,14 +403,16 @@ class _Rewriter:
         return (plan.ahead, *(() if pages is None else (pages,))) if plan.ahead or pages else ()
 
     def _budget(self, plan: LayerPlan, keys: fx.Node) -> tuple[object, object]:
-        if not plan.fraction or plan.slots:
+        if plan.slots:
             return plan.slots, plan.budget_pages
+        # All of them, or as many as the fraction buys.
+        share = FRACTION_UNIT if plan.policy.dense_below else plan.fraction
         unit = plan.policy.page_size * FRACTION_UNIT
         tokens = self.emit.method("size", keys, 2)
-        scaled = self.emit.call(
-            operator.add, self.emit.call(operator.mul, tokens, plan.fraction), unit - 1
-        )
+        scaled = self.emit.call(operator.add, self.emit.call(operator.mul, tokens, share), unit - 1)
         pages = self.emit.call(operator.floordiv, scaled, unit)
+        if plan.policy.dense_below:
+            return pages, plan.budget_pages
         forced = forced_pages(plan.policy.sink, plan.recent, plan.policy.page_size)
         return self.emit.call(operator.add, pages, forced), 0  # the fraction is the budget
 

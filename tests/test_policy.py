@@ -81,6 +81,10 @@ def test_the_default_layer():
         ("top_p", True, ["top_p True", "a number above 0 and up to 1"]),
         ("min_budget", -1, ["min_budget -1 is not valid", "an int >= 0 (tokens)"]),
         ("min_budget", 64.0, ["min_budget 64.0", "an int >= 0 (tokens)"]),
+        ("dense_below", -0.1, ["dense_below -0.1 is not valid", "a number from 0 to 1"]),
+        ("dense_below", 1.5, ["dense_below 1.5", "a number from 0 to 1"]),
+        ("dense_below", True, ["dense_below True", "a number from 0 to 1"]),
+        ("dense_below", float("nan"), ["dense_below nan", "a number from 0 to 1"]),
         ("monitor", -1, ["monitor -1 is not valid", "an int >= 0 (steps; 0 is never)"]),
         ("monitor", 1.0, ["monitor 1.0", "an int >= 0"]),
         ("monitor_bound", 2, ["monitor_bound 2 is not valid", "a number from 0 to 1"]),
@@ -115,6 +119,32 @@ def test_a_share_needs_an_estimate_and_room(fields: dict[str, object], message: 
     with pytest.raises(PolicyError) as caught:
         LayerPolicy(top_p=0.9, **fields)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"algorithm": "streaming"}, "valid: 0 with algorithm 'streaming'"),
+        ({"algorithm": "dense"}, "valid: 0 with algorithm 'dense'"),
+        ({"group_reduce": "max"}, "valid: 0 with group_reduce 'max'"),
+        ({"placement": "host"}, "valid: 0 with placement 'host', whose pool"),
+        ({"top_p": 0.4}, "valid: at most top_p (0.4), at which rows stop"),
+    ],
+    ids=str,
+)
+def test_dense_below_needs_an_estimate_and_every_page(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PolicyError, match=says("dense_below 0.5 is not valid; " + message)):
+        LayerPolicy(dense_below=0.5, **fields)
+
+
+def test_dense_below_in_words() -> None:
+    layer = LayerPolicy(dense_below=1)
+    assert layer.stops == (1.0, 0, [], 1.0)
+    assert describe(layer) == describe(LayerPolicy()) + " dense_below=1"
+    both = LayerPolicy(dense_below=0.5, top_p=0.9, budget=[512, 256], page_size=32)
+    assert both.stops == (0.9, 8, [16, 8], 0.5)
 
 
 def test_a_share_in_words() -> None:

@@ -167,6 +167,7 @@ def top_pages(
     top_p: float = 1.0,
     floor: int = 0,
     head_pages: Sequence[int] = (),
+    dense_below: float = 0.0,
 ) -> Constants:
     """``pages`` is None where their number is not known."""
     group_pad = next_power_of_2(group)
@@ -191,6 +192,7 @@ def top_pages(
         "NEWEST_FIRST": newest_first,
         "TOP_P": top_p,
         "FLOOR": floor,
+        "DENSE_BELOW": dense_below,
         "SINGLE": single,
         "BLOCK": block if single else min(most, LOOP_BLOCK_PAGES),
     }
@@ -308,6 +310,7 @@ def sparse_attention(
     pool: bool = False,
     softcap: float = 0.0,
     fetches: bool = False,
+    ragged: bool = False,
 ) -> Constants:
     # Matrix units take 16 rows at least; for one head, sums in fp32 do without the padding.
     use_dot = group > 1
@@ -326,6 +329,8 @@ def sparse_attention(
         "BATCH_BITS": bits.batch,
         "HAS_SLOTS": pool,
         "FETCHES": fetches,
+        "RAGGED": ragged,
+        "PROBES": 128,
         "SLOTS_AT_ONCE": 16,
         "PARTS_AHEAD": 4,
         "MISSING": MISSING,

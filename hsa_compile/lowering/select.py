@@ -29,6 +29,7 @@ def lower(
     top_p: float = 1.0,
     floor: int = 0,
     head_pages: Sequence[int] = (),
+    dense_below: float = 0.0,
 ) -> tuple[Any, Any]:
     op = torch.ops.hsa.select.default
     args = (
@@ -49,6 +50,7 @@ def lower(
         top_p,
         floor,
         head_pages,
+        dense_below,
     )
     device = q.get_device()
     if not kernels.run_on(device):
@@ -91,7 +93,7 @@ def lower(
     constants = options.top_pages(
         float(scale), group_reduce, kv_heads, group, page_size, rows, budget, fraction, sink, recent,
         compat.static_int(pages) if compat.is_constant(pages) else None, more,
-        newest_first, float(top_p), floor, head_pages,
+        newest_first, float(top_p), floor, head_pages, float(dense_below),
     )  # fmt: skip
     ids = compat.scratch(device, torch.int32, (batch, kv_heads, slots + more))
     inputs |= {"bits": bits, "ids": ids}

@@ -22,16 +22,17 @@ def lower(
     scale: float,
     page_size: int,
     softcap: float = 0.0,
+    ragged: bool = False,
 ) -> tuple[Any, Any]:
     op = torch.ops.hsa.sparse_attention.default
-    args = (q, keys, values, ids, slots, bits, bias, scale, page_size, softcap)
+    args = (q, keys, values, ids, slots, bits, bias, scale, page_size, softcap, ragged)
     if not kernels.run_on(q.get_device()):
         return eager(op, None, *args)
     reason = unfit(q, keys, values, page_size)
     if reason is not None:
         return eager(op, reason, *args)
     given = {"q": q, "keys": keys, "values": values, "ids": ids, "slots": slots}
-    return attend({**given, "bits": bits, "bias": bias}, scale, page_size, softcap)
+    return attend({**given, "bits": bits, "bias": bias}, scale, page_size, softcap, ragged=ragged)
 
 
 def unfit(q: Any, keys: Any, values: Any, page_size: int) -> str | None:
@@ -49,7 +50,12 @@ def unfit(q: Any, keys: Any, values: Any, page_size: int) -> str | None:
 
 
 def attend(
-    given: dict[str, Any], scale: float, page_size: int, softcap: float, fetches: bool = False
+    given: dict[str, Any],
+    scale: float,
+    page_size: int,
+    softcap: float,
+    fetches: bool = False,
+    ragged: bool = False,
 ) -> tuple[Any, Any]:
     """The two kernels; ``given`` are the tensors of the first, or None for those that there are not.
 
@@ -73,6 +79,7 @@ def attend(
     constants = options.sparse_attention(
         float(scale), kv_heads, query_heads // kv_heads, dim, value_dim, page_size, rows_of(bits),
         None if bias is None else rows_of(bias), splits, slots is not None, float(softcap), fetches,
+        ragged,
     )  # fmt: skip
     configs = options.sparse_attention_configs(
         dtype.itemsize * options.dim_pad(max(dim, value_dim)),

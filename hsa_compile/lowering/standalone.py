@@ -293,6 +293,7 @@ def select(
     top_p: float = 1.0,
     floor: int = 0,
     head_pages: Sequence[int] = (),
+    dense_below: float = 0.0,
     known_pages: bool = True,
     config: Config | None = None,
     scores: Tensor | None = None,
@@ -309,7 +310,7 @@ def select(
     constants = options.top_pages(
         scale, group_reduce, kv_heads, query_heads // kv_heads, page_size, rows_of(bits),
         budget_pages, fraction, sink, recent, pages if known_pages else None, more,
-        newest_first, top_p, floor, head_pages,
+        newest_first, top_p, floor, head_pages, dense_below,
     )  # fmt: skip
     config = (
         config or options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"]))[0]
@@ -457,6 +458,7 @@ def sparse_attention(
     scale: float,
     page_size: int,
     softcap: float = 0.0,
+    ragged: bool = False,
     splits: int | None = None,
     config: Config | None = None,
     full: tuple[Tensor, Tensor] | None = None,
@@ -471,6 +473,7 @@ def sparse_attention(
     constants = options.sparse_attention(
         scale, kv_heads, query_heads // kv_heads, dim, value_dim, page_size, rows_of(bits),
         None if bias is None else rows_of(bias), splits, slots is not None, softcap, full is not None,
+        ragged,
     )  # fmt: skip
     config = (
         config
@@ -531,7 +534,7 @@ def fetch_attention(
     """``hsa::fetch_attention``."""
     full = (keys, values)
     return sparse_attention(
-        q, pool_keys, pool_values, ids, slots, bits, bias, scale, page_size, softcap, splits, config, full
+        q, pool_keys, pool_values, ids, slots, bits, bias, scale, page_size, softcap, False, splits, config, full
     )  # fmt: skip
 
 

@@ -213,6 +213,7 @@ def select(
     top_p: float = 1.0,
     floor: int = 0,
     head_pages: Sequence[int] = (),
+    dense_below: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """See ``hsa_compile.ops.select``."""
     batch, kv_heads, pages = summary.shape[:3]
@@ -243,10 +244,12 @@ def select(
     count = torch.sym_min(slots + more, pages)
     order, valid = _largest(torch.where(always, math.inf, rank), present, count)
     bought = within + bought
-    if top_p < 1:
+    if top_p < 1 or dense_below:
         mass = torch.where(present, rank, -math.inf).exp()
-        reached = torch.where(valid, mass.expand(batch, kv_heads, pages).gather(-1, order), 0)
-        short = reached.cumsum(-1) < top_p * mass.sum(-1, keepdim=True)
+        everything = mass.sum(-1, keepdim=True)
+        mass = torch.where(valid, mass.expand(batch, kv_heads, pages).gather(-1, order), 0)
+    if top_p < 1:
+        short = mass.cumsum(-1) < top_p * everything
         needed = (short.sum(-1, keepdim=True) + 1).clamp(min=floor)
         bought = torch.where(within, bought, torch.minimum(needed, bought))
     wanted = torch.maximum(always_count, bought)
@@ -254,6 +257,11 @@ def select(
     if more:
         wanted = wanted.clamp(max=slots)
     kept = valid & (place < wanted)
+    if dense_below:
+        held = torch.where(kept, mass, 0).sum(-1, keepdim=True)
+        fits = present.sum(-1, keepdim=True) <= slots
+        wanted = wanted + count * ((held < dense_below * everything) & fits)
+        kept = valid & (place < wanted)
     in_page = in_page.expand(batch, kv_heads, pages).gather(-1, order)
     counts = torch.stack(
         (torch.where(kept, in_page, 0).sum(-1), length.expand(batch, kv_heads)), -1
@@ -276,8 +284,18 @@ def sparse_attention(
     scale: float,
     page_size: int,
     softcap: float = 0.0,
+    ragged: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See ``hsa_compile.ops.sparse_attention``."""
+    """See ``hsa_compile.ops.sparse_attention``.
+
+    Of ragged rows a CPU reads as many slots as the longest fills, which depends on data: the op stays whole.
+    """
+    if ragged and _is_traced(q):
+        return NotImplemented
+    if ragged and q.device.type == "cpu":
+        filled = max(1, int((ids >= 0).sum(-1).amax()))
+        ids = ids[..., :filled]
+        slots = None if slots is None else slots[..., :filled]
     batch, kv_heads = keys.shape[:2]
     pages = bits.shape[-1]
     if slots is None:

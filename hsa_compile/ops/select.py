@@ -33,6 +33,9 @@ budget takes the smallest number of pages whose estimated share of the softmax r
 ``softmax_mean``, summed over the pages that are always in and then by rank, relative to the sum over all pages. It
 takes at least ``floor`` pages, and at most what its budget buys.
 
+With ``dense_below`` above 0 a row whose pages, chosen by all of that, hold less than this share of the softmax, by the
+same estimate, takes every page that it can attend; as long as there are slots for all of these.
+
 The last ``more`` columns name the pages that just missed the selection, those that would be next by score: ascending
 too, and padded with -1. They are not counted.
 """
@@ -54,7 +57,8 @@ FRACTION_UNIT = 65536
 define(
     "select(Tensor q, Tensor summary, Tensor bits, float scale, str algorithm, int page_size, SymInt slots, "
     "SymInt budget_pages, int fraction, int sink, int recent, str group_reduce, int more=0, Tensor? bias=None, "
-    "float top_p=1.0, int floor=0, int[] head_pages=[]) "
+    "float top_p=1.0, int floor=0, int[] head_pages=[], "
+    "float dense_below=0.0) "
     "-> (Tensor ids, Tensor counts)"
 )
 
@@ -84,6 +88,7 @@ def select_reference(
     top_p: float = 1.0,
     floor: int = 0,
     head_pages: Sequence[int] = (),
+    dense_below: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The specification, row by row; in float64 where ``q`` is, else in float32."""
     batch, query_heads = q.shape[:2]
@@ -132,6 +137,11 @@ def select_reference(
                 bought = min(bought, max(reached, floor))
             wanted = min(slots, max(len(always), bought))
             cut = wanted - len(always)
+            if dense_below and len(in_page) <= slots:
+                mass = rank[b, h].exp()
+                held = mass[[*always, *by_score[:cut]]].sum()
+                if held < dense_below * mass[[*in_page]].sum():
+                    cut = len(by_score)
             chosen, missed = sorted([*always, *by_score[:cut]]), sorted(by_score[cut : cut + more])
             ids[b, h, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
             ids[b, h, slots : slots + len(missed)] = torch.tensor(missed, dtype=torch.int32)
@@ -158,6 +168,7 @@ def fake(
     top_p: float = 1.0,
     floor: int = 0,
     head_pages: Sequence[int] = (),
+    dense_below: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     batch, kv_heads = summary.shape[:2]
     ids = q.new_empty((batch, kv_heads, slots + more), dtype=torch.int32)

@@ -13,6 +13,7 @@
     lse    [B, Hq, 1]           fp32 log-sum-exp of the scaled, biased scores that took part; -inf for an empty row
 
 ``out = softmax(scale * q k^T + bias) v`` over the tokens of the selected pages whose bit is set, accumulated in fp32.
+``ragged`` tells that rows may fill far fewer slots than there are: that changes how the work is shared, and no result.
 With a ``softcap`` (0: none; Gemma 2) the scaled products s are capped before the bias: softcap * tanh(s / softcap).
 A row without any such token gives zeros. Keys and values whose bit is not set never take part, whatever they hold.
 Masks and biases are read at the pages themselves, wherever their tokens are kept: with a pool that holds the pages, the
@@ -30,7 +31,8 @@ from .page_mask import unpack
 
 define(
     "sparse_attention(Tensor q, Tensor keys, Tensor values, Tensor ids, Tensor? slots, Tensor bits, Tensor? bias, "
-    "float scale, int page_size, float softcap=0.0) -> (Tensor out, Tensor lse)"
+    "float scale, int page_size, float softcap=0.0, "
+    "bool ragged=False) -> (Tensor out, Tensor lse)"
 )
 
 
@@ -53,6 +55,7 @@ def sparse_attention_reference(
     scale: float,
     page_size: int,
     softcap: float = 0.0,
+    ragged: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The specification: dense attention under the mask "selected and attendable", in fp32 (fp64 for a double q)."""
     batch, query_heads = q.shape[:2]
@@ -96,6 +99,7 @@ def fake(
     scale: float,
     page_size: int,
     softcap: float = 0.0,
+    ragged: bool = False,
 ) -> tuple[Tensor, Tensor]:
     batch, query_heads, length = q.shape[:3]
     out = q.new_empty((batch, query_heads, length, values.shape[-1]))

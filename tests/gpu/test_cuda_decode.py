@@ -77,10 +77,11 @@ def test_lossless_equals_eager(kind: str, mode: str | None, batch: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_sparse_equals_the_eager_ops(kind: str) -> None:
+@pytest.mark.parametrize("more", [{}, {"budget": [192, 64]}, {"dense_below": 0.2}], ids=str)
+def test_sparse_equals_the_eager_ops(kind: str, more: dict[str, object]) -> None:
     """Templates against the same rewritten graph run without Inductor (the ATen ops)."""
     model = tiny_llama(torch.float32)
-    policy = {"budget": 128, "page_size": 16, "recent": 32}
+    policy = {"budget": 128, "page_size": 16, "recent": 32, **more}
     results = []
     with torch.no_grad():
         for run in ("eager", "inductor"):

@@ -92,6 +92,7 @@ def sparse_attention(
         top_p=policy.top_p,
         floor=ceil(policy.min_budget / policy.page_size),
         head_pages=[ceil(tokens / policy.page_size) for tokens in each],
+        dense_below=policy.dense_below,
     )
     bias = None if mask.dtype == torch.bool else mask
     out, lse = sparse_attention_reference(

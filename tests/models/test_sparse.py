@@ -96,6 +96,21 @@ def test_a_budget_for_each_kv_head(kind: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"budget": 64, "dense_below": 0.37},
+        {"budget": 0.4, "dense_below": 0.38},
+        {"budget": [96, 48], "dense_below": 0.27},
+        {"budget": 96, "top_p": 0.7, "min_budget": 32, "dense_below": 0.47},
+    ],
+    ids=str,
+)
+def test_rows_that_hold_too_little_are_read_whole(kind: str, more: dict[str, Any]) -> None:
+    check("llama", kind, policy(recent=8, **more), length=160)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_forced_pages_beyond_the_budget(kind: str) -> None:
     check("llama", kind, policy(budget=16, sink=20, recent=20))
 
@@ -134,7 +149,13 @@ def test_other_models(family: str, kind: str, attention: str) -> None:
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"top_p": 0.6, "min_budget": 16}, {"algorithm": "streaming"}, {"budget": [32, 64]}],
+    [
+        {},
+        {"top_p": 0.6, "min_budget": 16},
+        {"algorithm": "streaming"},
+        {"budget": [32, 64]},
+        {"dense_below": 0.5},
+    ],
 )
 def test_with_inductor(kind: str, more: dict[str, Any]) -> None:
     check("llama", kind, policy(**more), run="inductor")

@@ -42,6 +42,7 @@ class Case:
     top_p: float = 1.0
     floor: int = 0
     uneven: bool = False
+    dense_below: float = 0.0
     token_major: bool = False
     seed: int = 0
 
@@ -59,7 +60,8 @@ class Case:
         estimated = self.group_reduce == "softmax_mean" and algorithms.get(self.algorithm).parts
         heads = [max(1, self.slots - 3 * head) for head in range(self.kv_heads)]
         share = (self.top_p, self.floor) if estimated else (1.0, 0)
-        return (*share, heads if self.uneven and not self.fraction else [])
+        below = (self.dense_below,) if estimated else ()
+        return (*share, heads if self.uneven and not self.fraction else [], *below)
 
     def selection(self, tokens: int | None = None) -> tuple[object, ...]:
         """Arguments of ``select`` after q, summary and bits, with the slots that the rule needs."""
@@ -69,6 +71,8 @@ class Case:
         if unit:
             tokens = self.length if tokens is None else tokens
             slots = (unit * tokens - 1) // (self.page_size * FRACTION_UNIT) + 1 + forced
+        if self.dense_below:
+            slots = self.pages
         return (
             self.scale,
             self.algorithm,
@@ -108,6 +112,7 @@ def cases(draw: st.DrawFn) -> Case:
         top_p=draw(st.sampled_from((1.0, 1.0, 0.37, 0.83, 0.953))),
         floor=draw(st.integers(0, 3)),
         uneven=draw(st.booleans()),
+        dense_below=draw(st.sampled_from((0.0, 0.0, 0.31, 0.77, 0.971))),
         token_major=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )

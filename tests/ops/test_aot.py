@@ -52,6 +52,8 @@ class Case:
     softcap: float = 0.0
     top_p: float = 1.0
     head_pages: tuple[int, ...] = ()
+    dense_below: float = 0.0
+    ragged: bool = False
     written: int = 1
 
     def kernel(self, name: str) -> Kernel:
@@ -110,7 +112,7 @@ class Case:
             constants = options.top_pages(
                 0.1, "softmax_mean", self.kv_heads, self.group, self.page, rows, slots, 0, 1, 32,
                 pages if self.known_pages else None, 0, self.algorithm == "streaming", self.top_p, 8,
-                self.head_pages,
+                self.head_pages, self.dense_below,
             )  # fmt: skip
             inputs = {} if self.algorithm == "streaming" else {"scores": scores}
             inputs |= {"bits": bits, "ids": ids}
@@ -210,7 +212,7 @@ class Case:
                 options.sparse_attention(
                     0.1, self.kv_heads, self.group, self.dim, self.value_dim, self.page, rows,
                     Rows(False, False) if self.bias else None, splits, self.pool, self.softcap,
-                    self.fetches,
+                    self.fetches, self.ragged,
                 ),
                 options.sparse_attention_configs(row_bytes, self.page, 2048 // splits),
                 {**inputs, "lse": lse},
@@ -289,7 +291,12 @@ def test_several_query_tokens_compile(child: Check, name: str, group: int) -> No
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(
     "more",
-    [{"top_p": 0.9}, {"algorithm": "streaming"}, {"top_p": 0.9, "head_pages": (64, 32) * 4}],
+    [
+        {"top_p": 0.9},
+        {"algorithm": "streaming"},
+        {"top_p": 0.9, "head_pages": (64, 32) * 4},
+        {"dense_below": 0.5},
+    ],
     ids=str,
 )
 def test_other_selections_compile(child: Check, more: dict[str, Any], known: bool) -> None:
@@ -303,6 +310,11 @@ def test_capped_attention_compiles(child: Check) -> None:
     child(check_compiles, Case(softcap=50.0), "sparse_attention", early=True)
     case = Case(softcap=50.0, bias=True, group=1, dtype=torch.float32)
     child(check_compiles, case, "sparse_attention")
+
+
+@pytest.mark.parametrize("literal", [True, False])
+def test_attention_to_ragged_rows_compiles(child: Check, literal: bool) -> None:
+    child(check_compiles, Case(ragged=True), "sparse_attention", early=True, literal=literal)
 
 
 @pytest.mark.parametrize("literal", [True, False])

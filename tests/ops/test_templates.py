@@ -136,18 +136,25 @@ def check_select(
     top_p: float = 1.0,
     floor: int = 0,
     head_pages: tuple[int, ...] = (),
+    dense_below: float = 0.0,
 ) -> None:
     bits = page_mask(make_mask(kind, shape), shape.page)
     q = torch.randn(shape.batch, shape.heads, 1, shape.dim).to(dtype)
+    if dense_below:  # every second KV head looks at little, the others at everything alike
+        q.unflatten(1, (shape.kv_heads, -1))[:, ::2] *= 4
+        q.unflatten(1, (shape.kv_heads, -1))[:, 1::2] *= 0.1
     summary, _ = state(shape, bits.shape[-1], algorithm, dtype)
     summary.copy_(torch.randn(summary.shape) if not tied else torch.ones(summary.shape))
     share = round(fraction * FRACTION_UNIT)
     budget = max(slots, forced_pages(sink, recent, shape.page))
-    slots = budget + 1 if not fraction else bits.shape[-1]
+    slots = bits.shape[-1] if fraction or dense_below else budget + 1
     bias = 3 * torch.randn(1, shape.heads, bits.shape[-1]) if biased else None
     rest = (algorithm, shape.page, slots, budget, share, sink, recent, reduce, more, bias)
-    rest = (*rest, top_p, floor, head_pages)
+    rest = (*rest, top_p, floor, head_pages, dense_below)
     ids, counts = select_reference(q.double(), summary.double(), bits, shape.scale, *rest)
+    if dense_below and not tied:
+        whole = counts[..., 0] == counts[..., 1]
+        assert whole.any() and not whole.all(), "no case of it"
     # Pages that cannot be attended are not read.
     union = bits.expand(shape.batch, shape.heads, -1).unflatten(1, (shape.kv_heads, shape.group))
     summary.masked_fill_((union == 0).all(2).unsqueeze(-1), float("nan"))
@@ -416,6 +423,28 @@ def test_a_budget_for_each_kv_head(interpreted: Check, single: bool) -> None:
         interpreted(
             check_select, shape, "mean", torch.float32, kind, "softmax_mean", **rest, **more
         )
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_rows_that_hold_too_little_take_every_page(interpreted: Check, single: bool) -> None:
+    """By budgets, by heads and by shares, with ties, among empty rows, and with none left that just missed."""
+    config = None if single else Config({"WAYS": 2, "SINGLE": False, "BLOCK": 16}, 4)
+    for shape, kind, below, more in (
+        (Shape(tokens=803, kv_heads=3), "batch", 0.7, {"slots": 20}),
+        (Shape(tokens=803, kv_heads=3), "heads empty", 0.7, {"slots": 20, "more": 4}),
+        (Shape(tokens=803, kv_heads=3), "row", 0.6, {"head_pages": (24, 1, 9), "slots": 24}),
+        (Shape(tokens=803, batch=4, group=1), "row full", 0.7, {"slots": 22, "top_p": 0.8}),
+    ):
+        interpreted(
+            check_select, shape, "mean", torch.float32, kind, "softmax_mean",
+            config=config, dense_below=below, **more,
+        )  # fmt: skip
+    # 20 of 50 equal pages.
+    for below in (0.39, 0.41):
+        interpreted(
+            check_select, Shape(tokens=800), "mean", torch.float32, "row full", "softmax_mean",
+            slots=20, tied=True, config=config, dense_below=below,
+        )  # fmt: skip
 
 
 def test_nan_scores_rank_lowest(interpreted: Check) -> None:

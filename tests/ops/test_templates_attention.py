@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ def check_attention(
     token_major: bool = False,
     config: Config | None = None,
     softcap: float = 0.0,
+    ragged: bool = False,
 ) -> None:
     mask = make_mask(kind, shape)
     bits = page_mask(mask, shape.page)
@@ -86,6 +88,7 @@ def check_attention(
         shape.scale,
         shape.page,
         softcap,
+        ragged,
         splits=splits,
         config=config,
     )
@@ -154,3 +157,45 @@ def test_attention_splits(interpreted: Check, splits: int, tokens: int, page: in
     interpreted(
         check_attention, shape, torch.float32, "heads", slots=11, splits=splits, config=config
     )
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_attention_to_ragged_rows(interpreted: Check, splits: int, tokens: int) -> None:
+    """Fewer slots than are looked at together, and more; rows that fill none, some and all of them."""
+    config = Config({"BLOCK_TOKENS": tokens, "BLOCK_COPIED": 1}, 4, 2)
+    rest = {"splits": splits, "config": config, "ragged": True}
+    for pages, slots in ((9, 11), (140, 140)):
+        shape = Shape(tokens=16 * pages - 3)
+        interpreted(check_attention, shape, torch.float32, "batch", slots=slots, **rest)
+
+
+def check_shared_evenly(filled: int) -> None:
+    """No split has more than one page more than another."""
+    shape, found = Shape(batch=1, kv_heads=1, tokens=16 * 300), []
+    ids = torch.full((1, 1, 300), -1, dtype=torch.int32)
+    ids[..., :filled] = torch.arange(filled)
+    q = torch.zeros(1, shape.heads, 1, shape.dim)
+    keys = torch.zeros(1, 1, shape.tokens, shape.dim)
+    launch = standalone.launch
+
+    def recorded(name: str, constants: Any, config: Any, inputs: Any, *rest: Any) -> Tensor:
+        found.append(inputs)
+        return launch(name, constants, config, inputs, *rest)
+
+    standalone.launch = recorded
+    try:
+        bits = torch.full((1, 1, 300), 0xFFFF)
+        standalone.sparse_attention(
+            q, keys, keys, ids, None, bits, None, 1.0, 16, ragged=True, splits=8
+        )
+    finally:
+        standalone.launch = launch
+    # Equal scores of zero: the base-2 log-sum-exp of a split counts its tokens.
+    pages = found[0]["lse"].exp2().div(16).round()
+    assert pages.sum() == filled * shape.heads and pages.max() - pages.min() <= 1
+
+
+def test_filled_slots_are_shared_evenly(interpreted: Check) -> None:
+    for filled in (0, 3, 65, 300):
+        interpreted(check_shared_evenly, filled)

@@ -43,8 +43,12 @@ def step(
     covered: Tensor,
     new: Tensor | None = None,
     slots: int = SLOTS,
+    stops: tuple[object, ...] = (),
 ) -> tuple[Tensor, ...]:
-    """What a rewritten layer does; ``new`` is this step's token, where the cache is a static one."""
+    """What a rewritten layer does; ``new`` is this step's token, where the cache is a static one.
+
+    With ``stops`` rows have budgets by KV head, or are read whole: ``slots`` is then all pages.
+    """
     if new is not None:
         keys.index_copy_(2, position, new)
         values.index_copy_(2, position, new)
@@ -52,10 +56,12 @@ def step(
     torch.ops.hsa.summarize(keys, bits, position, summary, covered, "cuboid", PAGE)
     bias = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
     added = torch.ops.hsa.page_bias(bias, PAGE)
-    rule = (SCALE, "cuboid", PAGE, slots, slots, 0, 1, 32, "softmax_mean")
-    ids, counts = torch.ops.hsa.select(q * 2, summary, bits, *rule, 0, added)
+    bought = SLOTS if stops else slots
+    rule = (SCALE, "cuboid", PAGE, slots, bought, 0, 1, 32, "softmax_mean")
+    ids, counts = torch.ops.hsa.select(q * 2, summary, bits, *rule, 0, added, *stops)
+    ragged = (0.0, True) if stops else ()
     out, lse = torch.ops.hsa.sparse_attention(
-        q * 2, keys, values, ids, None, bits, bias, SCALE, PAGE
+        q * 2, keys, values, ids, None, bits, bias, SCALE, PAGE, *ragged
     )
     return out.transpose(1, 2).flatten(2) + 1, lse, counts + 1
 
@@ -172,11 +178,27 @@ def check_several_tokens() -> None:
     assert not calls_of_ops(code)
 
 
-def check_growing_cache() -> None:
+STOPS = (0.9, 2, [SLOTS, 4], 0.5)
+
+
+def check_rows_read_whole() -> None:
+    def whole(*args: Tensor) -> object:
+        return step(*args, slots=32, stops=STOPS)
+
+    args = inputs(1024, torch.bfloat16, token_major=False)
+    code = written_code(whole, [*args, torch.randn(2, 2, 1, 64).bfloat16()])
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == sum(KERNELS.values())
+    assert re.search(r"HEAD_BUDGETS *: tl.constexpr = '8 4'", code)
+    assert "DENSE_BELOW : tl.constexpr = 0.5" in code and "RAGGED : tl.constexpr = True" in code
+    assert not calls_of_ops(code)
+
+
+def check_growing_cache(stops: tuple[object, ...]) -> None:
     def growing(*args: Tensor) -> object:
         keys, summary = args[1], args[5]
         torch._check((keys.shape[2] + PAGE - 1) // PAGE == summary.shape[2])
-        return step(*args, slots=torch.sym_min(SLOTS, summary.shape[2]))
+        pages = (keys.shape[2] + PAGE - 1) // PAGE
+        return step(*args, slots=pages if stops else torch.sym_min(SLOTS, pages), stops=stops)
 
     args = inputs(1024, torch.bfloat16, token_major=True)
     for index, dim in ((1, 2), (2, 2), (3, 3), (5, 2), (6, 2)):
@@ -230,8 +252,13 @@ def test_several_tokens(child: Check) -> None:
     child(check_several_tokens)
 
 
-def test_growing_cache_has_symbolic_lengths(child: Check) -> None:
-    child(check_growing_cache)
+@pytest.mark.parametrize("stops", [(), STOPS], ids=str)
+def test_growing_cache_has_symbolic_lengths(child: Check, stops: tuple[object, ...]) -> None:
+    child(check_growing_cache, stops)
+
+
+def test_rows_that_may_be_read_whole(child: Check) -> None:
+    child(check_rows_read_whole)
 
 
 def test_what_no_kernel_takes_runs_eagerly(child: Check) -> None:

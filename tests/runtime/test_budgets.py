@@ -1,4 +1,4 @@
-"""Budgets that adapt, step by step: page sizes by length, and a budget for each KV head."""
+"""Budgets that adapt, step by step: page sizes by length, a budget for each KV head, rows read whole."""
 
 from __future__ import annotations
 
@@ -158,3 +158,57 @@ def test_another_number_of_kv_heads_is_an_error(budget: list[int]) -> None:
     # A layer that does not select has no use for it.
     dense = {"default": {"budget": budget}, "layers": {0: "dense"}}
     assert compile_hsa(Attention(), dense)(*inputs).shape == (1, HEADS, 1, SIZE)
+
+
+# Read whole
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@torch.no_grad()
+def test_a_flat_row_is_read_whole_and_no_other(growing: bool) -> None:
+    """Keys of one page point along an axis: a query that asks for them reads the budget, one across it everything."""
+    policy = {"budget": 32, "page_size": 16, "sink": 0, "recent": 0, "dense_below": 0.6}
+    compiled = compile_hsa(Attention(growing), policy)
+    tokens = 250
+    keys = torch.zeros(1, KV_HEADS, tokens if growing else tokens + 6, SIZE)
+    keys[:, :, 32:48, 0] = 1.0
+    values = step(keys.shape[2], 0)[4]
+    read = []
+    for at in range(tokens, tokens + 5):
+        asked = at % 2
+        q, k = torch.zeros(1, HEADS, 1, SIZE), torch.zeros(1, KV_HEADS, 1, SIZE)
+        q[..., 1 - asked] = 64.0
+        q[:, 2:] = 0.0
+        q[:, 2:, :, 0] = 64.0  # the second KV head is always asked for what it has
+        before = sum(one.tokens_read for one in hsa_compile.stats(compiled).layers)
+        inputs = (q, k, k, keys.clone(), values.clone(), torch.tensor([at]))
+        out = compiled(*inputs)
+        out, keys, values = out if growing else (out, *inputs[3:5])
+        read.append(sum(one.tokens_read for one in hsa_compile.stats(compiled).layers) - before)
+        known = slice(None, at + 1)
+        dense = F.scaled_dot_product_attention(
+            q, keys[:, :, known], values[:, :, known], enable_gqa=True
+        )
+        # What is left out weighs e^-16 of the page that is asked for.
+        torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-4)
+    # Of the two heads: one reads all, the other two pages, the last of which is that of the newest token.
+    few = [16 + at + 1 - at // 16 * 16 for at in range(tokens, tokens + 5)]
+    want = [few[i] if (tokens + i) % 2 else (few[i] + tokens + i + 1) / 2 for i in range(5)]
+    assert read == pytest.approx(want)
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@torch.no_grad()
+def test_everything_is_read_below_a_share_of_one(growing: bool) -> None:
+    policy = {"budget": 32, "page_size": 16, "dense_below": 1.0}
+    compiled, plain = compile_hsa(Attention(growing), policy), Attention(growing)
+    _, _, _, keys, values, _ = step(200 if growing else 211, 200)
+    for at in range(200, 206):
+        q, k, v, *_ = step(1, 0, seed=at)
+        rest = (q, k, v, keys.clone(), values.clone(), torch.tensor([at]))
+        out, want = compiled(*rest), plain(q, k, v, keys, values, torch.tensor([at]))
+        if growing:
+            (out, *_), (want, keys, values) = out, want
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    for counted in hsa_compile.stats(compiled).layers:
+        assert counted.tokens_read == counted.tokens_attendable
