@@ -1,4 +1,4 @@
-"""Budgets that adapt, step by step: page sizes by length, a budget for each KV head, rows read whole."""
+"""Budgets that adapt, step by step: page sizes by length, a budget for each KV head, rows read whole, growth."""
 
 from __future__ import annotations
 
@@ -212,3 +212,36 @@ def test_everything_is_read_below_a_share_of_one(growing: bool) -> None:
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     for counted in hsa_compile.stats(compiled).layers:
         assert counted.tokens_read == counted.tokens_attendable
+
+
+# Growth
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@torch.no_grad()
+def test_a_budget_grows_on_a_change_of_topic(placement: str) -> None:
+    """A topic that is on one page is read with the least; a query that sees all pages alike grows to the most."""
+    policy = {"budget": 128, "min_budget": 32, "top_p": 0.9, "page_size": 16, "sink": 0}
+    policy |= {"recent": 0, "placement": placement, "pool": 1.5}
+    compiled = compile_hsa(Attention(), policy)
+    tokens, keys = 250, torch.zeros(1, KV_HEADS, 256, SIZE)
+    keys[:, :, 32:48, 0] = 1.0
+    cache = (keys, step(256, 0)[4])
+    read, rates, loaded = [], [], []
+    for at, axis in enumerate((0, 0, 1, 1, 0), tokens):
+        q, k = torch.zeros(1, HEADS, 1, SIZE), torch.zeros(1, KV_HEADS, 1, SIZE)
+        q[..., axis] = 64.0
+        compiled(q, k, k, *cache, torch.tensor([at]))
+        (counted,) = hsa_compile.stats(compiled).layers
+        read.append(counted.tokens_read - sum(read))
+        rates.append(counted.hit_rate)
+        loaded.append(counted.pages_loaded)
+    newest = [at + 1 - 240 for at in range(tokens, tokens + 5)]
+    pages = (2, 2, 8, 8, 2)
+    assert read == pytest.approx([16 * (n - 1) + last for n, last in zip(pages, newest)])
+    if placement == "host":
+        # A topic that stays is in the pool; what it grows by is loaded once, and the old topic is there still.
+        assert loaded[0] == loaded[1] < loaded[2] == loaded[3] == loaded[4]
+        assert rates[1] > rates[2] < rates[3] < rates[4]
+    else:
+        assert rates == [None] * 5
