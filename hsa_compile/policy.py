@@ -60,6 +60,8 @@ class LayerPolicy:
         top_p: share of the softmax, as the page scores estimate it, at which a row stops selecting, in (0, 1]; the
             budget is then the most that it selects. 1 selects the whole budget. Rows within the budget are read whole.
         min_budget: tokens that ``top_p`` does not go below (>= 0).
+        decay: what of the accumulated shares of the softmax is left after a step, in (0, 1], for an algorithm that ranks
+            pages by them ("heavy_hitters"); 1 forgets nothing.
         monitor: every how many steps one KV head is attended densely beside the step, to measure what the selection
             captured (>= 0); 0 is never. See ``hsa_compile.stats``.
         monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
@@ -82,6 +84,7 @@ class LayerPolicy:
     min_budget: int = 256
     monitor: int = 0
     monitor_bound: float = 0.0
+    decay: float = 0.99
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -126,6 +129,21 @@ class LayerPolicy:
 
         self._check_top_p()
         self._check_monitor()
+        self._check_accumulated()
+
+    def _check_accumulated(self) -> None:
+        if type(self.decay) not in (int, float) or not 0 < self.decay <= 1:
+            refuse("decay", self.decay, "a number above 0 and up to 1 (what is left after a step)")
+        object.__setattr__(self, "decay", float(self.decay))
+        if not _accumulates(self.algorithm):
+            return
+        why = f"with algorithm {self.algorithm!r}"
+        if self.group_reduce != "softmax_mean":
+            shares = "'softmax_mean'"
+            refuse("group_reduce", self.group_reduce, f"{shares} {why}, which adds up shares of it")
+        if self.prefetch == "cross_layer":
+            valid = f"'none', 'next_rank' {why}: a guess at a query would be added up like a query"
+            refuse("prefetch", self.prefetch, valid)
 
     def _check_monitor(self) -> None:
         if type(self.monitor) is not int or self.monitor < 0:
@@ -152,9 +170,13 @@ class LayerPolicy:
             return
         from hsa_compile import algorithms
 
-        scored = [name for name in algorithms.names() if algorithms.get(name).parts]
+        scored = [
+            name
+            for name in algorithms.names()
+            if algorithms.get(name).parts and not algorithms.get(name).accumulates
+        ]
         if self.algorithm not in scored:
-            why = f"with algorithm {self.algorithm!r}, which estimates no softmax (such as {scored[0]!r} does)"
+            why = f"with algorithm {self.algorithm!r}, which estimates no softmax of a step (such as {scored[0]!r} does)"
             refuse("top_p", self.top_p, f"1 {why}")
         if self.group_reduce != "softmax_mean":
             refuse(
@@ -204,6 +226,12 @@ def algorithm_names() -> tuple[str, ...]:
     return ("dense", *algorithms.names())
 
 
+def _accumulates(algorithm: str) -> bool:
+    from hsa_compile import algorithms
+
+    return algorithm != "dense" and algorithms.get(algorithm).accumulates
+
+
 FIELDS = tuple(item.name for item in dataclasses.fields(LayerPolicy))
 _NO_USE_WHEN_DENSE = frozenset(FIELDS) - {"algorithm", "placement"}
 
@@ -211,6 +239,7 @@ PRESETS: dict[str, LayerPolicy] = {
     "default": LayerPolicy(),
     "dense": LayerPolicy(algorithm="dense"),
     "cuboid": LayerPolicy(algorithm="cuboid"),
+    "heavy_hitters": LayerPolicy(algorithm="heavy_hitters"),
     "mean": LayerPolicy(algorithm="mean"),
     "quest": LayerPolicy(algorithm="quest"),
     "streaming": LayerPolicy(algorithm="streaming"),
@@ -229,6 +258,8 @@ def describe(policy: LayerPolicy) -> str:
         parts += [f"sink={policy.sink}", f"recent={policy.recent}"]
         if policy.top_p != usual.top_p:
             parts += [f"top_p={policy.top_p:g}", f"min={policy.min_budget}"]
+        if policy.decay != usual.decay and _accumulates(policy.algorithm):
+            parts.append(f"decay={policy.decay:g}")
         if policy.group_reduce != usual.group_reduce:
             parts.append(f"group_reduce={policy.group_reduce}")
     if policy.placement != usual.placement:

@@ -36,13 +36,14 @@ def says(*parts: str) -> str:
 def test_the_default_layer():
     assert LayerPolicy() == LayerPolicy("cuboid", 2048, 32, 4, 64, "softmax_mean", "device")
     assert PRESETS["default"] == PRESETS["cuboid"] == LayerPolicy()
-    assert algorithm_names() == ("dense", "cuboid", "mean", "quest", "streaming")
+    names = ("dense", "cuboid", "heavy_hitters", "mean", "quest", "streaming")
+    assert algorithm_names() == names
 
 
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("algorithm", "cubiod", ["algorithm 'cubiod'", "'dense', 'cuboid', 'mean', 'quest'"]),
+        ("algorithm", "cubiod", ["algorithm 'cubiod'", "'dense', 'cuboid', 'heavy_hitters', 'mean', 'quest'"]),
         ("algorithm", "QUEST", ["did you mean 'quest'?"]),
         ("algorithm", None, ["algorithm None", "'dense', 'cuboid'"]),
         ("budget", 0, ["budget 0 is not valid", "int >= 1 (tokens)", "float in (0, 1]"]),
@@ -94,6 +95,10 @@ def test_a_bad_field_names_value_and_valid(field, value, message):
     ("fields", "message"),
     [
         ({"algorithm": "streaming"}, "top_p 0.9 is not valid; valid: 1 with algorithm 'streaming'"),
+        (
+            {"algorithm": "heavy_hitters"},
+            "top_p 0.9 is not valid; valid: 1 with algorithm 'heavy_hitters'",
+        ),
         ({"algorithm": "dense"}, "top_p 0.9 is not valid; valid: 1 with algorithm 'dense'"),
         ({"group_reduce": "max"}, "top_p 0.9 is not valid; valid: 1 with group_reduce 'max'"),
         ({"budget": 128}, "min_budget 256 is not valid; valid: at most the budget (128 tokens)"),
@@ -104,6 +109,37 @@ def test_a_share_needs_an_estimate_and_room(fields: dict[str, object], message: 
     with pytest.raises(PolicyError) as caught:
         LayerPolicy(top_p=0.9, **fields)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decay": 0}, "decay 0 is not valid; valid: a number above 0 and up to 1"),
+        ({"decay": 1.01}, "decay 1.01 is not valid"),
+        ({"decay": True}, "decay True is not valid"),
+        ({"decay": "0.9"}, "decay '0.9' is not valid"),
+        (
+            {"algorithm": "heavy_hitters", "group_reduce": "max"},
+            "group_reduce 'max' is not valid; valid: 'softmax_mean' with algorithm 'heavy_hitters'",
+        ),
+        (
+            {"algorithm": "heavy_hitters", "placement": "host", "prefetch": "cross_layer"},
+            "prefetch 'cross_layer' is not valid; valid: 'none', 'next_rank' with algorithm 'heavy",
+        ),
+    ],
+    ids=str,
+)
+def test_what_accumulates_refuses(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        LayerPolicy(**fields)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_decay_in_words() -> None:
+    layer = LayerPolicy(algorithm="heavy_hitters", decay=1)
+    assert layer.decay == 1.0 and describe(layer).endswith("recent=64 decay=1")
+    assert "decay" not in describe(LayerPolicy(algorithm="heavy_hitters"))
+    assert "decay" not in describe(LayerPolicy(decay=0.5))
 
 
 def test_a_share_in_words() -> None:

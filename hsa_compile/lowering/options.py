@@ -70,6 +70,7 @@ def summarize(
     batch_position: bool,
     tail: bool = False,
     written: int = 1,
+    accumulates: bool = False,
 ) -> Constants:
     return {
         "ALGORITHM": repr(algorithm),
@@ -80,6 +81,7 @@ def summarize(
         "DIM_PAD": dim_pad(dim),
         "PAGE_SIZE": page_size,
         "WRITTEN": written,
+        "ACCUMULATES": accumulates,
         "LATELY": LATELY,
         "HAS_TAIL": tail,
         "HEAD_BITS": bits.heads,
@@ -165,8 +167,9 @@ def top_pages(
     newest_first: bool = False,
     top_p: float = 1.0,
     floor: int = 0,
+    decay: float = 0.0,
 ) -> Constants:
-    """``pages`` is None where their number is not known."""
+    """``pages`` is None where their number is not known; ``decay`` is 0 where nothing is accumulated."""
     group_pad = next_power_of_2(group)
     most = min(SINGLE_BLOCK_PAGES, SINGLE_BLOCK_SCORES // group_pad)
     block = max(16, next_power_of_2(pages or 1))
@@ -188,6 +191,7 @@ def top_pages(
         "NEWEST_FIRST": newest_first,
         "TOP_P": top_p,
         "FLOOR": floor,
+        "DECAY": decay,
         "SINGLE": single,
         "BLOCK": block if single else min(most, LOOP_BLOCK_PAGES),
     }

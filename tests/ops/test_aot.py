@@ -51,6 +51,7 @@ class Case:
     fetches: bool = False
     softcap: float = 0.0
     top_p: float = 1.0
+    decay: float = 0.0
     written: int = 1
 
     def kernel(self, name: str) -> Kernel:
@@ -76,6 +77,8 @@ class Case:
                 "summary": summary,
                 "covered": meta(self.batch, self.kv_heads, pages, 2, dtype=torch.int64),
             }
+            if self.decay:
+                inputs["covered"] = meta(self.batch, self.kv_heads, pages, 3, dtype=torch.int64)
             if self.pool:
                 inputs["tail"] = meta(
                     self.batch, self.kv_heads, self.page, self.dim, dtype=self.dtype
@@ -91,6 +94,7 @@ class Case:
                     False,
                     self.pool,
                     self.written,
+                    self.decay > 0,
                 ),
                 options.summarize_configs(self.page, self.dim),
                 inputs,
@@ -109,9 +113,12 @@ class Case:
             constants = options.top_pages(
                 0.1, "softmax_mean", self.kv_heads, self.group, self.page, rows, slots, 0, 1, 32,
                 pages if self.known_pages else None, 0, self.algorithm == "streaming", self.top_p, 8,
+                self.decay,
             )  # fmt: skip
             inputs = {} if self.algorithm == "streaming" else {"scores": scores}
             inputs |= {"bits": bits, "ids": ids}
+            if self.decay:
+                inputs["covered"] = meta(self.batch, self.kv_heads, pages, 3, dtype=torch.int64)
             if not constants["SINGLE"]:
                 inputs["order"] = meta(self.batch, self.kv_heads, pages, dtype=torch.int32)
             return Kernel(
@@ -285,7 +292,7 @@ def test_several_query_tokens_compile(child: Check, name: str, group: int) -> No
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("more", [{"top_p": 0.9}, {"algorithm": "streaming"}], ids=str)
+@pytest.mark.parametrize("more", [{"top_p": 0.9}, {"algorithm": "streaming"}, {"decay": 0.99}], ids=str)
 def test_other_selections_compile(child: Check, more: dict[str, Any], known: bool) -> None:
     case = Case(known_pages=known, **more)
     child(check_compiles, case, "top_pages", early=True)
