@@ -235,7 +235,6 @@ class _Rewriter:
         attention, policy = plan.site.attention, plan.policy
         read, q, out = tensor(attention.k), tensor(attention.q), tensor(attention.out)
         assert read is not None and q is not None and out is not None
-        page_major = not isinstance(read.shape[2], int)
         accumulates = algorithms.get(policy.algorithm).accumulates
         with self.graph.inserting_before(attention.out):
             bias, bits = self.masks.packed(attention, keys, read, policy.page_size)
@@ -298,7 +297,7 @@ class _Rewriter:
         grown = plan.site.keys.kind == "dynamic"
         inputs = (keys, values) if grown else (plan.site.keys.base, plan.site.values.base)
         self.result.sites.append(
-            SparseSite(plan, inputs[0], page_major, result, owns, inputs[1], write, total)
+            SparseSite(plan, inputs[0], plan.page_major, result, owns, inputs[1], write, total)
         )
         for other in list(attention.anchor.users):  # flex_attention has several results
             if other is not attention.out:
@@ -337,14 +336,13 @@ class _Rewriter:
         number = len(self.inputs)
         batch, heads, tokens, size = read.shape
         pages = (tokens + policy.page_size - 1) // policy.page_size
-        page_major = not isinstance(tokens, int)
         made = []
         name = policy.algorithm
         widths = (algorithms.summary_width(name, size), algorithms.covered_width(name))
         for name, width, dtype in zip(
             ("summary", "covered"), widths, (read.dtype, torch.int64), strict=True
         ):
-            strides = (heads * width, width, batch * heads * width, 1) if page_major else None
+            strides = (heads * width, width, batch * heads * width, 1) if plan.page_major else None
             shape = (batch, heads, pages, width)
             name = f"hsa_{name}_{number}"
             made.append(self.emit.input(name, shape, dtype, read.device, strides))

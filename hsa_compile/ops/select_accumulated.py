@@ -37,7 +37,7 @@ def accumulate(share: Tensor, covered: Tensor, decay: float) -> Tensor:
     """``share [B, Hkv, P]`` into ``covered``; returns the ranks, in its dtype."""
     total = covered.select(-1, 2).view(torch.float64)
     total.mul_(decay).add_(share)
-    return total.to(share.dtype, copy=True)
+    return total.to(share.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def select_accumulated(
@@ -96,7 +96,7 @@ def fake(
 
 
 def fake_accumulate(share: Tensor, covered: Tensor, decay: float) -> Tensor:
-    return torch.empty_like(share)
+    return share.new_empty(share.shape)
 
 
 compat.decompose_when_functionalised(torch.ops.hsa.select_accumulated.default, decomposed)
