@@ -60,7 +60,7 @@ class LayerPolicy:
         top_p: share of the softmax, as the page scores estimate it, at which a row stops selecting, in (0, 1]; the
             budget is then the most that it selects. 1 selects the whole budget. Rows within the budget are read whole.
         min_budget: tokens that ``top_p`` does not go below (>= 0).
-        decay: what of the accumulated shares of the softmax is left after a step, in (0, 1], for an algorithm that ranks
+        decay: what is left of the accumulated shares of the softmax after a step, in (0, 1], where the algorithm ranks
             pages by them ("heavy_hitters"); 1 forgets nothing.
         monitor: every how many steps one KV head is attended densely beside the step, to measure what the selection
             captured (>= 0); 0 is never. See ``hsa_compile.stats``.
@@ -176,7 +176,8 @@ class LayerPolicy:
             if algorithms.get(name).parts and not algorithms.get(name).accumulates
         ]
         if self.algorithm not in scored:
-            why = f"with algorithm {self.algorithm!r}, which estimates no softmax of a step (such as {scored[0]!r} does)"
+            why = f"with algorithm {self.algorithm!r}, which ranks by no estimate of a softmax"
+            why += f" (such as {scored[0]!r} does)"
             refuse("top_p", self.top_p, f"1 {why}")
         if self.group_reduce != "softmax_mean":
             refuse(

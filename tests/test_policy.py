@@ -43,7 +43,11 @@ def test_the_default_layer():
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("algorithm", "cubiod", ["algorithm 'cubiod'", "'dense', 'cuboid', 'heavy_hitters', 'mean', 'quest'"]),
+        (
+            "algorithm",
+            "cubiod",
+            ["algorithm 'cubiod'", "'dense', 'cuboid', 'heavy_hitters', 'mean', 'quest'"],
+        ),
         ("algorithm", "QUEST", ["did you mean 'quest'?"]),
         ("algorithm", None, ["algorithm None", "'dense', 'cuboid'"]),
         ("budget", 0, ["budget 0 is not valid", "int >= 1 (tokens)", "float in (0, 1]"]),

@@ -1,4 +1,4 @@
-"""Inductor's lowering of ``hsa::select`` and ``hsa::select_accumulated``: page scores, then the search for the best pages."""
+"""Inductor's lowering of ``hsa::select`` and ``hsa::select_accumulated``: page scores, then the search."""
 
 from typing import Any
 
@@ -120,4 +120,6 @@ def lower(
 def lower_accumulated(
     q: Any, summary: Any, bits: Any, covered: Any, decay: float, *rule: Any
 ) -> tuple[Any, Any]:
-    return lower(q, summary, bits, *rule, covered=covered, decay=decay)
+    """The kernel that makes the ranks adds up the shares, too."""
+    kept = {"covered": covered, "decay": decay}
+    return lower(q, summary, bits, *rule, **kept)

@@ -300,7 +300,10 @@ def select(
     covered: Tensor | None = None,
     decay: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``hsa::select``, with ``covered`` ``hsa::select_accumulated``; without ``known_pages`` as where the number of pages is symbolic."""
+    """``hsa::select``; without ``known_pages`` as where the number of pages is symbolic.
+
+    With ``covered`` it is ``hsa::select_accumulated``.
+    """
     batch, query_heads = q.shape[:2]
     kv_heads, pages = summary.shape[1:3]
     newest_first = algorithms.get(algorithm).parts == 0

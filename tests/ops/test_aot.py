@@ -292,7 +292,9 @@ def test_several_query_tokens_compile(child: Check, name: str, group: int) -> No
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("more", [{"top_p": 0.9}, {"algorithm": "streaming"}, {"decay": 0.99}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"top_p": 0.9}, {"algorithm": "streaming"}, {"decay": 0.99}], ids=str
+)
 def test_other_selections_compile(child: Check, more: dict[str, Any], known: bool) -> None:
     case = Case(known_pages=known, **more)
     child(check_compiles, case, "top_pages", early=True)

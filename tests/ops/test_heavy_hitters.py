@@ -88,7 +88,9 @@ def test_a_hot_page_stays_and_is_forgotten() -> None:
     assert hot_page(1.0, 20, 22) == [3] * 20 + [3] * 20 + [6] * 2
 
 
-def step(decay: float, case: Case, q: Tensor, keys: Tensor, bits: Tensor, at: Tensor, *held: Tensor):
+def step(
+    decay: float, case: Case, q: Tensor, keys: Tensor, bits: Tensor, at: Tensor, *held: Tensor
+):
     summary, covered = held
     HSA.summarize(keys, bits, at, summary, covered, case.algorithm, case.page_size)
     return HSA.select_accumulated(q, summary, bits, covered, decay, *case.selection())

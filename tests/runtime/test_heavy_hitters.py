@@ -57,7 +57,9 @@ class Loop:
     def forget(self) -> None:
         self.total.zero_()
 
-    def step(self, model: Decoder, x: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
+    def step(
+        self, model: Decoder, x: Tensor, keys: Tensor, values: Tensor, position: int
+    ) -> Tensor:
         q, k, v = model.qkv(x)
         batch, queries = x.shape[:2]
         end, group = position + queries, HEADS // KV_HEADS * queries
@@ -181,7 +183,11 @@ def test_host_equals_device_bit_for_bit() -> None:
         runs = []
         for placement, more in (("device", {}), ("host", {"prefetch": "next_rank", "pool": 1.25})):
             torch.manual_seed(3)
-            step, cache, outs = compiled(model, placement=placement, **more), new_cache(2, CAPACITY), []
+            step, cache, outs = (
+                compiled(model, placement=placement, **more),
+                new_cache(2, CAPACITY),
+                [],
+            )
             prefill(model, *cache, torch.randn(2, 200, SIZE))
             for at in range(200, 240):
                 outs.append(step(torch.randn(2, 1, SIZE), *cache, torch.tensor([at])))
