@@ -139,8 +139,8 @@ class LayerPolicy:
             return
         why = f"with algorithm {self.algorithm!r}"
         if self.group_reduce != "softmax_mean":
-            shares = "'softmax_mean'"
-            refuse("group_reduce", self.group_reduce, f"{shares} {why}, which adds up shares of it")
+            valid = f"'softmax_mean' {why}, which adds up shares of it"
+            refuse("group_reduce", self.group_reduce, valid)
         if self.prefetch == "cross_layer":
             valid = f"'none', 'next_rank' {why}: a guess at a query would be added up like a query"
             refuse("prefetch", self.prefetch, valid)

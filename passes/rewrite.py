@@ -337,8 +337,8 @@ class _Rewriter:
         batch, heads, tokens, size = read.shape
         pages = (tokens + policy.page_size - 1) // policy.page_size
         made = []
-        name = policy.algorithm
-        widths = (algorithms.summary_width(name, size), algorithms.covered_width(name))
+        rule = policy.algorithm
+        widths = (algorithms.summary_width(rule, size), algorithms.covered_width(rule))
         for name, width, dtype in zip(
             ("summary", "covered"), widths, (read.dtype, torch.int64), strict=True
         ):
