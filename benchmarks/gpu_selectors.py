@@ -32,15 +32,21 @@ from hsa_compile import algorithms
 
 SHARES = (1.0, 0.9)
 FLOOR = 8
+DECAY = 0.99
 
 
 def select_step(case: Case, algorithm: str, top_p: float) -> Step:
+    rule = (
+        *(case.dim**-0.5, algorithm, case.page_size, case.slots, case.slots, 0, SINK, RECENT),
+        *("softmax_mean", 0, None),
+    )
+    accumulates = algorithms.get(algorithm).accumulates
+
     def step(layer: Layer, bits: torch.Tensor) -> torch.Tensor:
-        ids, _ = torch.ops.hsa.select(
-            layer.q, layer.summary, bits, case.dim**-0.5, algorithm, case.page_size,
-            case.slots, case.slots, 0, SINK, RECENT, "softmax_mean", 0, None, top_p, FLOOR,
-        )  # fmt: skip
-        return ids
+        scored = (layer.q, layer.summary, bits)
+        if accumulates:
+            return torch.ops.hsa.select_accumulated(*scored, layer.covered, DECAY, *rule)[0]
+        return torch.ops.hsa.select(*scored, *rule, top_p, FLOOR)[0]
 
     return step
 
@@ -65,11 +71,14 @@ def measure(case: Case, replays: int) -> dict[str, Measured]:
                 held.keys,
                 held.values,
                 torch.randn(*held.summary.shape[:3], width, dtype=held.q.dtype, device="cuda"),
-                held.covered,
+                held.covered.new_zeros(
+                    *held.covered.shape[:3], algorithms.covered_width(algorithm)
+                ),
             )
             for held in layers
         ]
-        for top_p in SHARES if width else SHARES[:1]:
+        estimates = width and not algorithms.get(algorithm).accumulates
+        for top_p in SHARES if estimates else SHARES[:1]:
             step = compiled(select_step(case, algorithm, top_p), max_autotune=False)
             step(scored[0], bits)
 

@@ -66,6 +66,8 @@ class LayerPolicy:
         min_budget: tokens that ``top_p`` does not go below (>= 0).
         dense_below: share of the softmax, as the page scores estimate it, in [0, 1]: a row whose selected pages hold
             less is read whole. 0 is never.
+        decay: what is left of the accumulated shares of the softmax after a step, in (0, 1], where the algorithm ranks
+            pages by them ("heavy_hitters"); 1 forgets nothing.
         monitor: every how many steps one KV head is attended densely beside the step, to measure what the selection
             captured (>= 0); 0 is never. See ``hsa_compile.stats``.
         monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
@@ -89,6 +91,7 @@ class LayerPolicy:
     dense_below: float = 0.0
     monitor: int = 0
     monitor_bound: float = 0.0
+    decay: float = 0.99
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -143,6 +146,23 @@ class LayerPolicy:
         self._check_top_p()
         self._check_dense_below()
         self._check_monitor()
+        self._check_accumulated()
+
+    def _check_accumulated(self) -> None:
+        if type(self.decay) not in (int, float) or not 0 < self.decay <= 1:
+            refuse("decay", self.decay, "a number above 0 and up to 1 (what is left after a step)")
+        object.__setattr__(self, "decay", float(self.decay))
+        if not _accumulates(self.algorithm):
+            return
+        why = f"with algorithm {self.algorithm!r}"
+        if self.group_reduce != "softmax_mean":
+            valid = f"'softmax_mean' {why}, which adds up shares of it"
+            refuse("group_reduce", self.group_reduce, valid)
+        if isinstance(self.budget, tuple):
+            refuse("budget", list(self.budget), f"one number {why}")
+        if self.prefetch == "cross_layer":
+            valid = f"'none', 'next_rank' {why}: a guess at a query would be added up like a query"
+            refuse("prefetch", self.prefetch, valid)
 
     def _check_monitor(self) -> None:
         if type(self.monitor) is not int or self.monitor < 0:
@@ -196,9 +216,14 @@ class LayerPolicy:
         """Refuse a field other than ``never`` where the policy estimates no shares of the softmax."""
         from hsa_compile import algorithms
 
-        scored = [name for name in algorithms.names() if algorithms.get(name).parts]
+        scored = [
+            name
+            for name in algorithms.names()
+            if algorithms.get(name).parts and not algorithms.get(name).accumulates
+        ]
         if self.algorithm not in scored:
-            why = f"with algorithm {self.algorithm!r}, which estimates no softmax (such as {scored[0]!r} does)"
+            why = f"with algorithm {self.algorithm!r}, which ranks by no estimate of a softmax"
+            why += f" (such as {scored[0]!r} does)"
             refuse(name, getattr(self, name), f"{never} {why}")
         if self.group_reduce != "softmax_mean":
             why = f"with group_reduce {self.group_reduce!r}: only 'softmax_mean' estimates shares"
@@ -260,6 +285,12 @@ def algorithm_names() -> tuple[str, ...]:
     return ("dense", *algorithms.names())
 
 
+def _accumulates(algorithm: str) -> bool:
+    from hsa_compile import algorithms
+
+    return algorithm != "dense" and algorithms.get(algorithm).accumulates
+
+
 FIELDS = tuple(item.name for item in dataclasses.fields(LayerPolicy))
 _NO_USE_WHEN_DENSE = frozenset(FIELDS) - {"algorithm", "placement"}
 
@@ -267,6 +298,7 @@ PRESETS: dict[str, LayerPolicy] = {
     "default": LayerPolicy(),
     "dense": LayerPolicy(algorithm="dense"),
     "cuboid": LayerPolicy(algorithm="cuboid"),
+    "heavy_hitters": LayerPolicy(algorithm="heavy_hitters"),
     "mean": LayerPolicy(algorithm="mean"),
     "quest": LayerPolicy(algorithm="quest"),
     "streaming": LayerPolicy(algorithm="streaming"),
@@ -288,6 +320,8 @@ def describe(policy: LayerPolicy) -> str:
             parts += [f"top_p={policy.top_p:g}", f"min={policy.min_budget}"]
         if policy.dense_below:
             parts.append(f"dense_below={policy.dense_below:g}")
+        if policy.decay != usual.decay and _accumulates(policy.algorithm):
+            parts.append(f"decay={policy.decay:g}")
         if policy.group_reduce != usual.group_reduce:
             parts.append(f"group_reduce={policy.group_reduce}")
     if policy.placement != usual.placement:

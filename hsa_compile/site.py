@@ -268,6 +268,13 @@ class LayerPlan:
         """Last tokens whose pages are always read."""
         return recent_tokens(self.policy, self.site.attention.queries)
 
+    @property
+    def page_major(self) -> bool:
+        """Whether strides of what is kept of pages are not to depend on how many there are."""
+        read: torch.Tensor = self.site.attention.k.meta["example_value"]
+        # A growing cache keeps its state where a graph for one length is followed by one for any.
+        return self.site.keys.kind == "dynamic" or not isinstance(read.shape[2], int)
+
 
 def recent_tokens(policy: LayerPolicy, queries: int) -> int:
     """The policy's; and of several query tokens at least as many, so that each reads the page that it is in itself."""

@@ -92,6 +92,11 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         reason = (
             f"algorithm {policy.algorithm!r} was registered without its form for GPUs (PageKernel)"
         )
+    if site.keys.kind == "fixed" and algorithms.get(policy.algorithm).accumulates:
+        reason = (
+            f"algorithm {policy.algorithm!r} takes caches that a step writes; this one is only read, and nothing tells "
+            "the queries of one request from those of the next"
+        )
     if reason is not None:
         return Reject(site.where, reason, attention.anchor.name)
     fraction = round(policy.budget * FRACTION_UNIT) if isinstance(policy.budget, float) else 0

@@ -49,9 +49,8 @@ def pool_inputs(emit: Emitter, plan: LayerPlan, number: int) -> Pool:
     )
     rows, slots, page = tuple(read.shape[:2]), plan.pool_slots, plan.policy.page_size
     pages = -(-read.shape[2] // page)
-    # The table of a cache of any length is as that of its summaries: its strides do not depend on the length.
-    page_major = (rows[1], 1, rows[0] * rows[1])
-    strides = None if isinstance(pages, int) else page_major
+    # As its summaries are stored.
+    strides = (rows[1], 1, rows[0] * rows[1]) if plan.page_major else None
     inputs = {
         "table": ((pages,), torch.int32),
         "owner": ((slots,), torch.int32),

@@ -72,6 +72,7 @@ class State:
     """What is kept beside one cache."""
 
     summary: fx.Node
+    covered: fx.Node
     pool: Pool | None
 
 
@@ -234,7 +235,7 @@ class _Rewriter:
         attention, policy = plan.site.attention, plan.policy
         read, q, out = tensor(attention.k), tensor(attention.q), tensor(attention.out)
         assert read is not None and q is not None and out is not None
-        page_major = not isinstance(read.shape[2], int)
+        accumulates = algorithms.get(policy.algorithm).accumulates
         with self.graph.inserting_before(attention.out):
             bias, bits = self.masks.packed(attention, keys, read, policy.page_size)
             position = self.positions.of(plan.site.keys, keys, read)
@@ -242,16 +243,17 @@ class _Rewriter:
             described: tuple[object, ...] = (
                 *(keys, bits, position, policy.algorithm, policy.page_size),
                 *((values, plan.pool_slots) if plan.pool_slots else ()),
+                # What its queries attended is its own.
+                *((attention.out,) if accumulates else ()),
             )
             owns = described not in self.states
             if owns:
                 self.states[described] = self._state(at, keys, values, bits, position)
             state = self.states[described]
+            accumulated = (state.covered, policy.decay) if accumulates else ()
             selected = self.emit.call(
-                _HSA.select.default,
-                query,
-                state.summary,
-                bits,
+                _HSA.select_accumulated.default if accumulates else _HSA.select.default,
+                *(query, state.summary, bits, *accumulated),
                 *self._rule(plan, keys),
                 *self._beyond(plan, bias),
             )
@@ -296,7 +298,7 @@ class _Rewriter:
         grown = plan.site.keys.kind == "dynamic"
         inputs = (keys, values) if grown else (plan.site.keys.base, plan.site.values.base)
         self.result.sites.append(
-            SparseSite(plan, inputs[0], page_major, result, owns, inputs[1], write, total)
+            SparseSite(plan, inputs[0], plan.page_major, result, owns, inputs[1], write, total)
         )
         for other in list(attention.anchor.users):  # flex_attention has several results
             if other is not attention.out:
@@ -335,13 +337,13 @@ class _Rewriter:
         number = len(self.inputs)
         batch, heads, tokens, size = read.shape
         pages = (tokens + policy.page_size - 1) // policy.page_size
-        page_major = not isinstance(tokens, int)
         made = []
-        widths = (algorithms.summary_width(policy.algorithm, size), 2)
+        rule = policy.algorithm
+        widths = (algorithms.summary_width(rule, size), algorithms.covered_width(rule))
         for name, width, dtype in zip(
             ("summary", "covered"), widths, (read.dtype, torch.int64), strict=True
         ):
-            strides = (heads * width, width, batch * heads * width, 1) if page_major else None
+            strides = (heads * width, width, batch * heads * width, 1) if plan.page_major else None
             shape = (batch, heads, pages, width)
             name = f"hsa_{name}_{number}"
             made.append(self.emit.input(name, shape, dtype, read.device, strides))
@@ -365,7 +367,7 @@ class _Rewriter:
         written = plan.site.keys.tokens
         rest = tail if written == 1 else (None, written)
         self.emit.call(_HSA.summarize.default, *arguments, *rest)
-        return State(summary, pool)
+        return State(summary, covered, pool)
 
     def _look_ahead(self, at: int, later: int) -> None:
         """Around the attention of one layer, guess the query of a later one and fetch what it would select."""

@@ -302,6 +302,8 @@ def test_which_policies_are_compared(arguments, labels):
     ("arguments", "message"),
     [
         (["--tasks", "singel"], "--tasks 'singel' is not valid; .* did you mean 'single'"),
+        (["--algorithms", "heavy_hitters"], "--algorithms 'heavy_hitters' is not valid"),
+        (["--policy", "heavy_hitters"], "policy 'heavy_hitters': algorithm 'heavy_hitters' is not"),
         (["--algorithms", "cubiod"], "--algorithms 'cubiod' .* did you mean 'cuboid'"),
         (["--contexts", "4k"], "--contexts '4k' is not valid; valid: an int >= 1"),
         (["--budgets", "much"], "--budgets 'much' is not valid"),

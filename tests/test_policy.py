@@ -37,13 +37,18 @@ def says(*parts: str) -> str:
 def test_the_default_layer():
     assert LayerPolicy() == LayerPolicy("cuboid", 2048, "auto", 4, 64, "softmax_mean", "device")
     assert PRESETS["default"] == PRESETS["cuboid"] == LayerPolicy()
-    assert algorithm_names() == ("dense", "cuboid", "mean", "quest", "streaming")
+    names = ("dense", "cuboid", "heavy_hitters", "mean", "quest", "streaming")
+    assert algorithm_names() == names
 
 
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("algorithm", "cubiod", ["algorithm 'cubiod'", "'dense', 'cuboid', 'mean', 'quest'"]),
+        (
+            "algorithm",
+            "cubiod",
+            ["algorithm 'cubiod'", "'dense', 'cuboid', 'heavy_hitters', 'mean', 'quest'"],
+        ),
         ("algorithm", "QUEST", ["did you mean 'quest'?"]),
         ("algorithm", None, ["algorithm None", "'dense', 'cuboid'"]),
         ("budget", 0, ["budget 0 is not valid", "int >= 1 (tokens)", "float in (0, 1]"]),
@@ -105,6 +110,10 @@ def test_a_bad_field_names_value_and_valid(field, value, message):
     ("fields", "message"),
     [
         ({"algorithm": "streaming"}, "top_p 0.9 is not valid; valid: 1 with algorithm 'streaming'"),
+        (
+            {"algorithm": "heavy_hitters"},
+            "top_p 0.9 is not valid; valid: 1 with algorithm 'heavy_hitters'",
+        ),
         ({"algorithm": "dense"}, "top_p 0.9 is not valid; valid: 1 with algorithm 'dense'"),
         ({"group_reduce": "max"}, "top_p 0.9 is not valid; valid: 1 with group_reduce 'max'"),
         ({"budget": 128}, "min_budget 256 is not valid; valid: at most the budget (128 tokens)"),
@@ -145,6 +154,41 @@ def test_dense_below_in_words() -> None:
     assert describe(layer) == describe(LayerPolicy()) + " dense_below=1"
     both = LayerPolicy(dense_below=0.5, top_p=0.9, budget=[512, 256], page_size=32)
     assert both.stops == (0.9, 8, [16, 8], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decay": 0}, "decay 0 is not valid; valid: a number above 0 and up to 1"),
+        ({"decay": 1.01}, "decay 1.01 is not valid"),
+        ({"decay": True}, "decay True is not valid"),
+        ({"decay": "0.9"}, "decay '0.9' is not valid"),
+        (
+            {"algorithm": "heavy_hitters", "group_reduce": "max"},
+            "group_reduce 'max' is not valid; valid: 'softmax_mean' with algorithm 'heavy_hitters'",
+        ),
+        (
+            {"algorithm": "heavy_hitters", "placement": "host", "prefetch": "cross_layer"},
+            "prefetch 'cross_layer' is not valid; valid: 'none', 'next_rank' with algorithm 'heavy",
+        ),
+        (
+            {"algorithm": "heavy_hitters", "budget": [64, 32]},
+            "budget [64, 32] is not valid; valid: one number with algorithm 'heavy_hitters'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_accumulates_refuses(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        LayerPolicy(**fields)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_decay_in_words() -> None:
+    layer = LayerPolicy(algorithm="heavy_hitters", decay=1)
+    assert layer.decay == 1.0 and describe(layer).endswith("recent=64 decay=1")
+    assert "decay" not in describe(LayerPolicy(algorithm="heavy_hitters"))
+    assert "decay" not in describe(LayerPolicy(decay=0.5))
 
 
 def test_a_share_in_words() -> None:

@@ -42,7 +42,7 @@ from benchmarks.accuracy import haystack, policies, report, tasks
 from benchmarks.accuracy.errors import AccuracyError
 from benchmarks.accuracy.run import Plan, Runner
 from benchmarks.accuracy.store import Store
-from hsa_compile import Policy, algorithms
+from hsa_compile import Policy
 from hsa_compile.errors import HsaError
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -108,7 +108,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--algorithms",
         nargs="*",
         metavar="SCORE",
-        help=f"out of {' '.join(algorithms.names())} (all)",
+        help=f"out of {' '.join(policies.without_history())} (all)",
     )
     which("--budgets", nargs="+", metavar="N", help=f"tokens, or a fraction ({_said('budgets')})")
     which("--page-sizes", nargs="+", metavar="N", help=f"tokens ({_said('page_sizes')})")
@@ -208,7 +208,7 @@ def chosen_policies(args: argparse.Namespace) -> dict[str, Policy]:
     named = policies.explicit(args.policy)
     grid: dict[str, Policy] = {}
     if args.combine:
-        chosen = args.algorithms if args.algorithms is not None else algorithms.names()
+        chosen = args.algorithms if args.algorithms is not None else policies.without_history()
         policies.check_scores(chosen)
         sizes = [number("--page-sizes", one) for one in args.page_sizes]
         grid = policies.grid(chosen, [budget(one) for one in args.budgets], sizes)
@@ -217,6 +217,7 @@ def chosen_policies(args: argparse.Namespace) -> dict[str, Policy]:
         raise AccuracyError(
             "there is no policy to measure; valid: --algorithms, --policy, or neither"
         )
+    policies.check_history(found)
     args.moved = [label for label, policy in found.items() if policy != policies.on_device(policy)]
     return {label: policies.on_device(policy) for label, policy in found.items()}
 

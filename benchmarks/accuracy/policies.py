@@ -74,9 +74,25 @@ def together(*groups: dict[str, Policy]) -> dict[str, Policy]:
     return found
 
 
+def without_history() -> tuple[str, ...]:
+    """Page scores that rank by one step alone: captured mass is measured at single positions."""
+    return tuple(name for name in algorithms.names() if not algorithms.get(name).accumulates)
+
+
 def check_scores(names: Sequence[str]) -> None:
     """Raise an AccuracyError unless all are valid for ``--algorithms``."""
-    check_each("--algorithms", names, algorithms.names())
+    check_each("--algorithms", names, without_history())
+
+
+def check_history(found: dict[str, Policy]) -> None:
+    """Raise an AccuracyError for a policy whose selections depend on the steps before."""
+    for label, policy in found.items():
+        for one in policy.all():
+            if one.algorithm != DENSE and algorithms.get(one.algorithm).accumulates:
+                raise AccuracyError(
+                    f"policy {label!r}: algorithm {one.algorithm!r} is not valid; valid: "
+                    f"{listed((DENSE, *without_history()))}, whose selections are of single positions"
+                )
 
 
 def check_each(option: str, values: Sequence[str], valid: Sequence[str]) -> None:

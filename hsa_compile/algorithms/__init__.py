@@ -9,14 +9,24 @@ from collections.abc import Iterable
 
 from ._page_score import PageKernel, PageScore
 from .cuboid import CUBOID
+from .heavy_hitters import HEAVY_HITTERS
 from .mean import MEAN
 from .quest import QUEST
 from .streaming import STREAMING
 
-__all__ = ["PageKernel", "PageScore", "get", "identity", "names", "register", "summary_width"]
+__all__ = [
+    "PageKernel",
+    "PageScore",
+    "covered_width",
+    "get",
+    "identity",
+    "names",
+    "register",
+    "summary_width",
+]
 
 _ALGORITHMS: dict[str, PageScore] = {
-    score.name: score for score in (CUBOID, MEAN, QUEST, STREAMING)
+    score.name: score for score in (CUBOID, HEAVY_HITTERS, MEAN, QUEST, STREAMING)
 }
 _OWN: dict[str, str] = {}
 """Those that users registered, and what stands for their code in compile caches."""
@@ -54,3 +64,8 @@ def identity(used: Iterable[str]) -> str:
 def summary_width(name: str, head_dim: int) -> int:
     """Numbers stored a page and KV head: ``parts * head_dim``."""
     return get(name).parts * head_dim
+
+
+def covered_width(name: str) -> int:
+    """Numbers that ``covered`` holds a page and KV head (``hsa::summarize``): one more where shares are accumulated."""
+    return 3 if get(name).accumulates else 2

@@ -44,6 +44,7 @@ class PageScore:
         expand_query: ``[..., D]`` -> ``[..., parts * D]``.
         kernel: the same for GPUs; without it, layers on a GPU are left as they are.
         source: the paper or system that it comes from.
+        accumulates: pages are ranked by what they had of the softmax in all steps so far, not in this one alone.
     """
 
     name: str
@@ -52,6 +53,7 @@ class PageScore:
     expand_query: Callable[[Tensor], Tensor]
     kernel: PageKernel | None = None
     source: str = ""
+    accumulates: bool = False
 
     def check(self, taken: tuple[str, ...]) -> None:
         """Refuse what the ops could not use.

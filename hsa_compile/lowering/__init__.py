@@ -20,6 +20,7 @@ def register() -> None:
 
     compat.register_lowering(torch.ops.hsa.summarize.default, summarize.lower)
     compat.register_lowering(torch.ops.hsa.select.default, select.lower)
+    compat.register_lowering(torch.ops.hsa.select_accumulated.default, select.lower_accumulated)
     compat.register_lowering(torch.ops.hsa.append.default, append.lower)
     compat.register_lowering(torch.ops.hsa.diff.default, diff.lower)
     compat.register_lowering(torch.ops.hsa.fetch_attention.default, fetch_attention.lower)

@@ -71,6 +71,7 @@ def summarize(
     batch_position: bool,
     tail: bool = False,
     written: int = 1,
+    accumulates: bool = False,
 ) -> Constants:
     return {
         "ALGORITHM": repr(algorithm),
@@ -81,6 +82,7 @@ def summarize(
         "DIM_PAD": dim_pad(dim),
         "PAGE_SIZE": page_size,
         "WRITTEN": written,
+        "ACCUMULATES": accumulates,
         "LATELY": LATELY,
         "HAS_TAIL": tail,
         "HEAD_BITS": bits.heads,
@@ -168,8 +170,9 @@ def top_pages(
     floor: int = 0,
     head_pages: Sequence[int] = (),
     dense_below: float = 0.0,
+    decay: float = 0.0,
 ) -> Constants:
-    """``pages`` is None where their number is not known."""
+    """``pages`` is None where their number is not known; ``decay`` is 0 where nothing is accumulated."""
     group_pad = next_power_of_2(group)
     most = min(SINGLE_BLOCK_PAGES, SINGLE_BLOCK_SCORES // group_pad)
     block = max(16, next_power_of_2(pages or 1))
@@ -193,6 +196,7 @@ def top_pages(
         "TOP_P": top_p,
         "FLOOR": floor,
         "DENSE_BELOW": dense_below,
+        "DECAY": decay,
         "SINGLE": single,
         "BLOCK": block if single else min(most, LOOP_BLOCK_PAGES),
     }

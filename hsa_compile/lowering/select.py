@@ -1,4 +1,4 @@
-"""Inductor's lowering of ``hsa::select``: page scores, then the search for the best pages."""
+"""Inductor's lowering of ``hsa::select`` and ``hsa::select_accumulated``: page scores, then the search."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 from .. import algorithms, compat
 from . import kernels, options
-from .kernels import eager, emit, full_words, rows_of
+from .kernels import eager, emit, full_words, rows_of, written_in_place
 from .limits import kernel_limits
 
 
@@ -30,9 +30,12 @@ def lower(
     floor: int = 0,
     head_pages: Sequence[int] = (),
     dense_below: float = 0.0,
+    covered: Any = None,
+    decay: float = 0.0,
 ) -> tuple[Any, Any]:
+    """With ``covered`` it is that of ``select_accumulated``."""
     op = torch.ops.hsa.select.default
-    args = (
+    args: tuple[Any, ...] = (
         q,
         summary,
         bits,
@@ -52,6 +55,10 @@ def lower(
         head_pages,
         dense_below,
     )
+    stored: dict[str, Any] = {}
+    if covered is not None:
+        op = torch.ops.hsa.select_accumulated.default
+        args = (*args[:3], covered, decay, *args[3:14])
     device = q.get_device()
     if not kernels.run_on(device):
         return eager(op, None, *args)
@@ -64,6 +71,9 @@ def lower(
         reason = reason or f"summaries are {summary.get_dtype()}, queries {q.get_dtype()}"
     if compat.static_int(width) != algorithms.summary_width(algorithm, dim):
         reason = reason or f"a summary of {width} numbers is not what {algorithm} holds of {dim}"
+    if covered is not None:
+        stored, unwritable = written_in_place({"covered": covered})
+        reason = reason or unwritable
     if reason is not None:
         return eager(op, reason, *args)
 
@@ -93,10 +103,10 @@ def lower(
     constants = options.top_pages(
         float(scale), group_reduce, kv_heads, group, page_size, rows, budget, fraction, sink, recent,
         compat.static_int(pages) if compat.is_constant(pages) else None, more,
-        newest_first, float(top_p), floor, head_pages, float(dense_below),
+        newest_first, float(top_p), floor, head_pages, float(dense_below), float(decay),
     )  # fmt: skip
     ids = compat.scratch(device, torch.int32, (batch, kv_heads, slots + more))
-    inputs |= {"bits": bits, "ids": ids}
+    inputs |= {"bits": bits, "ids": ids, **stored}
     if not constants["SINGLE"]:
         inputs["order"] = compat.scratch(device, torch.int32, (batch, kv_heads, pages))
     counts = emit(
@@ -106,7 +116,15 @@ def lower(
         inputs,
         compat.contiguous_layout(device, torch.int64, (batch, kv_heads, 2)),
         (batch, kv_heads),
-        writes=("ids", "order") if "order" in inputs else ("ids",),
+        writes=("ids", *stored, *(("order",) if "order" in inputs else ())),
         examples={"bits": full_words},
     )
     return ids, counts
+
+
+def lower_accumulated(
+    q: Any, summary: Any, bits: Any, covered: Any, decay: float, *rule: Any
+) -> tuple[Any, Any]:
+    """The kernel that makes the ranks adds up the shares, too."""
+    kept = {"covered": covered, "decay": decay}
+    return lower(q, summary, bits, *rule, **kept)

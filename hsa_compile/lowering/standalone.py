@@ -211,6 +211,7 @@ def summarize(
         position.numel() > 1,
         tail is not None,
         written,
+        covered.shape[3] > 2,
     )
     config = config or options.summarize_configs(page_size, dim)[0]
     inputs = {"keys": keys, "bits": bits, "position": position, "summary": summary}
@@ -298,8 +299,13 @@ def select(
     config: Config | None = None,
     scores: Tensor | None = None,
     make: Make = torch.empty,
+    covered: Tensor | None = None,
+    decay: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``hsa::select``; without ``known_pages`` as where the number of pages is symbolic."""
+    """``hsa::select``; without ``known_pages`` as where the number of pages is symbolic.
+
+    With ``covered`` it is ``hsa::select_accumulated``.
+    """
     batch, query_heads = q.shape[:2]
     kv_heads, pages = summary.shape[1:3]
     newest_first = algorithms.get(algorithm).parts == 0
@@ -310,7 +316,7 @@ def select(
     constants = options.top_pages(
         scale, group_reduce, kv_heads, query_heads // kv_heads, page_size, rows_of(bits),
         budget_pages, fraction, sink, recent, pages if known_pages else None, more,
-        newest_first, top_p, floor, head_pages, dense_below,
+        newest_first, top_p, floor, head_pages, dense_below, decay,
     )  # fmt: skip
     config = (
         config or options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"]))[0]
@@ -318,6 +324,8 @@ def select(
     ids = make((batch, kv_heads, slots + more), dtype=torch.int32, device=q.device)
     inputs = {} if scores is None else {"scores": scores}
     inputs |= {"bits": bits, "ids": ids}
+    if covered is not None:
+        inputs["covered"] = covered
     if not {**constants, **config.blocks}["SINGLE"]:
         inputs["order"] = make((batch, kv_heads, pages), dtype=torch.int32, device=q.device)
     counts = launch(

@@ -58,6 +58,7 @@ def lower(
             batch_position=not compat.expressions_equal(position.get_size()[0], 1),
             tail=tail is not None,
             written=written,
+            accumulates=compat.static_int(covered.get_size()[3]) > 2,
         ),
         options.summarize_configs(page_size, dim),
         inputs,

@@ -25,6 +25,7 @@ from . import (
     prefetch,
     prefetch_select,
     select,
+    select_accumulated,
     sparse_attention,
     summarize,
 )
@@ -35,6 +36,8 @@ implement("page_mask", page_mask.page_mask, page_mask.fake)
 implement("page_bias", page_bias.page_bias, page_bias.fake)
 implement("summarize", summarize.summarize, summarize.fake)
 implement("select", aten.select, select.fake)
+implement("select_accumulated", select_accumulated.select_accumulated, select_accumulated.fake)
+implement("accumulate", select_accumulated.accumulate, select_accumulated.fake_accumulate)
 implement("append", append.append, append.fake)
 implement("diff", diff.diff, diff.fake)
 implement("fetch", fetch.fetch, fetch.fake)

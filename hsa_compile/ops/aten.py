@@ -117,7 +117,7 @@ def _ascending(order: Tensor, kept: Tensor, slots: IntLikeType, pages: IntLikeTy
     return F.pad(ids, (0, slots - ids.shape[-1]), value=-1)  # type: ignore[list-item]
 
 
-def _rank(
+def page_ranks(
     q: Tensor,
     summary: Tensor,
     bits: Tensor,
@@ -239,7 +239,7 @@ def select(
     if fraction:
         bought = (-(-(fraction * length) // (page_size * FRACTION_UNIT))).unsqueeze(-1)
     within = length.unsqueeze(-1) <= bought * page_size
-    rank = _rank(q, summary, bits, scale, algorithm, group_reduce, bias)
+    rank = page_ranks(q, summary, bits, scale, algorithm, group_reduce, bias)
     # Where the cache is shorter than the budget, its length bounds the work, and padding makes up the shape.
     count = torch.sym_min(slots + more, pages)
     order, valid = _largest(torch.where(always, math.inf, rank), present, count)

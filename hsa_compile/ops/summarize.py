@@ -4,7 +4,8 @@
     bits     [Bm, Hm, P]           packed mask of this step (``hsa::page_mask``); Bm in {1, B}, Hm in {1, Hq}
     position [1] or [B] int64      where the first of this step's tokens was written
     summary  [B, Hkv, P, R]        written; R = algorithm's parts x D, in the dtype of the keys
-    covered  [B, Hkv, P, 2] int64  written; which tokens a summary describes, and what the next step should find
+    covered  [B, Hkv, P, 2] int64  written; which tokens a summary describes, and what the next step should find;
+                                   or [B, Hkv, P, 3], with what ``hsa::select_accumulated`` keeps
     tail     [B, Hkv, T, D]        the slot of the position's page in a pool (``hsa::append``), or None; T = page_size
     written                        how many tokens this step wrote, one behind the other; one where there is a tail
 
@@ -33,6 +34,8 @@ met. ``hsa::append`` has seen to that; where it is not met, the page is read fro
 
 Nothing outside the mask is ever read into a summary, so padding and memory that was never written shape nothing.
 A page without attendable tokens gets a summary of zeros; selection never asks for it.
+
+Where ``covered`` has a third number a page, it is set to zero for every page that is summarised anew.
 
 ``hsa::store_summary`` is what remains an op on a CPU, where Inductor compiles the rest (``hsa_compile.ops.aten``): the
 writes into summary and coverage, which functionalisation would copy in full (and torch 2.11 would order before their
@@ -204,6 +207,9 @@ def _refresh(
     stale = (covered.select(-1, 0) != words) | ~met
     first = since // page_size
     last = (position.reshape(-1, 1, 1) + count - 1) // page_size if count else first - 1
+    if covered.shape[-1] > 2:
+        pages = torch.arange(words.shape[2], device=words.device)
+        covered.select(-1, 2).masked_fill_(stale | ((first <= pages) & (pages <= last)), 0)
     written = {*first.flatten().tolist(), *last.flatten().tolist()}
     page = written.pop()
     if written or not 0 <= page < words.shape[2]:
@@ -243,7 +249,9 @@ def store_summary(
     if others.item():
         _refresh(keys, bits, position, summary, covered, algorithm, page_size)
     else:
-        summary.select(2, int(position) // page_size).copy_(fresh)
+        page = int(position) // page_size
+        summary.select(2, page).copy_(fresh)
+        covered.select(2, page)[..., 2:].zero_()
     _cover(covered, bits, keys.shape[1], left)
 
 

@@ -37,9 +37,13 @@ class SummaryLayout:
     def width(self) -> int:
         return algorithms.summary_width(self.algorithm, self.head_dim)
 
+    @property
+    def covered_width(self) -> int:
+        return algorithms.covered_width(self.algorithm)
+
 
 class PageState:
-    """Summary ``[B, Hkv, P, R]`` and coverage ``[B, Hkv, P, 2]`` of one cache tensor.
+    """Summary ``[B, Hkv, P, R]`` and coverage ``[B, Hkv, P, 2 or 3]`` of one cache tensor.
 
     ``page_major`` storage keeps strides independent of the number of pages, so that a cache of growing length can be
     compiled once; otherwise pages of one KV head are contiguous.
@@ -50,7 +54,7 @@ class PageState:
     ) -> None:
         self.layout, self.batch, self.device, self.page_major = layout, batch, device, page_major
         self.summary = self._allocate(0, layout.width, layout.dtype)
-        self.covered = self._allocate(0, 2, torch.int64)
+        self.covered = self._allocate(0, layout.covered_width, torch.int64)
         self.seen: list[tuple[int | None, int]] | None = None
         self.pool: PagePool | None = None
         self.position: int | None = None
@@ -71,7 +75,7 @@ class PageState:
         if have < pages:
             room = max(pages, have + have // 2) if self.page_major else pages
             summary = self._allocate(room, self.layout.width, self.layout.dtype)
-            covered = self._allocate(room, 2, torch.int64)
+            covered = self._allocate(room, self.layout.covered_width, torch.int64)
             covered[..., 1] = NEVER
             summary[:, :, :have] = self.summary
             covered[:, :, :have] = self.covered

@@ -100,6 +100,37 @@ class Alibi(nn.Module):
 
 
 class TestGolden(TestCase):
+    def test_llama_heavy_hitters(self) -> None:
+        graph = decode_graph("llama", "static", algorithm="heavy_hitters", decay=0.9)
+        self.assertExpectedInline(
+            graph,
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+keys_1 = input [2, 2, 128, 16] f32
+values_1 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 16] f32
+hsa_covered_0 = input [2, 2, 8, 3] i64
+hsa_summary_1 = input [2, 2, 8, 16] f32
+hsa_covered_1 = input [2, 2, 8, 3] i64
+hsa_counters_0 = input [2, 2] i64
+position_0 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
+index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, heavy_hitters, 16)
+hsa.select_accumulated([2, 4, 1, 16] f32, hsa_summary_0, bits_0, hsa_covered_0, 0.9, 0.25, heavy_hitters, 16, 5, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, [2, 2, 5] i32, None, bits_0, None, 0.25, 16)
+position_1 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_1, 2, position_1, [2, 2, 1, 16] f32)
+index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
+hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, heavy_hitters, 16)
+hsa.select_accumulated([2, 4, 1, 16] f32, hsa_summary_1, bits_0, hsa_covered_1, 0.9, 0.25, heavy_hitters, 16, 5, 4, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, [2, 2, 5] i32, None, bits_0, None, 0.25, 16)
+return [2, 1, 128] f32
+""",
+        )
+
     def test_llama_static(self) -> None:
         self.assertExpectedInline(
             decode_graph("llama", "static"),

@@ -236,7 +236,10 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> State:
         bits=bits,
         position=torch.tensor([max(length - 3, 0)]),
         summary=torch.zeros(batch, kv_heads, case.pages, width, dtype=dtype),
-        covered=torch.zeros(batch, kv_heads, case.pages, 2, dtype=torch.int64),
+        covered=torch.zeros(
+            *(batch, kv_heads, case.pages, algorithms.covered_width(case.algorithm)),
+            dtype=torch.int64,
+        ),
     )
     summary, covered = state.fresh()
     state.summary.copy_(summary)

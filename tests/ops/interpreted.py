@@ -122,7 +122,8 @@ def state(shape: Shape, pages: int, algorithm: str, dtype: torch.dtype) -> tuple
     summary = torch.empty(pages, shape.batch, shape.kv_heads, width, dtype=dtype).permute(
         1, 2, 0, 3
     )
-    covered = torch.full((pages, shape.batch, shape.kv_heads, 2), -1).permute(1, 2, 0, 3)
+    held = algorithms.covered_width(algorithm)
+    covered = torch.full((pages, shape.batch, shape.kv_heads, held), -1).permute(1, 2, 0, 3)
     return summary, covered
 
 

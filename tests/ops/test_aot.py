@@ -54,6 +54,7 @@ class Case:
     head_pages: tuple[int, ...] = ()
     dense_below: float = 0.0
     ragged: bool = False
+    decay: float = 0.0
     written: int = 1
 
     def kernel(self, name: str) -> Kernel:
@@ -79,6 +80,8 @@ class Case:
                 "summary": summary,
                 "covered": meta(self.batch, self.kv_heads, pages, 2, dtype=torch.int64),
             }
+            if self.decay:
+                inputs["covered"] = meta(self.batch, self.kv_heads, pages, 3, dtype=torch.int64)
             if self.pool:
                 inputs["tail"] = meta(
                     self.batch, self.kv_heads, self.page, self.dim, dtype=self.dtype
@@ -94,6 +97,7 @@ class Case:
                     False,
                     self.pool,
                     self.written,
+                    self.decay > 0,
                 ),
                 options.summarize_configs(self.page, self.dim),
                 inputs,
@@ -112,10 +116,12 @@ class Case:
             constants = options.top_pages(
                 0.1, "softmax_mean", self.kv_heads, self.group, self.page, rows, slots, 0, 1, 32,
                 pages if self.known_pages else None, 0, self.algorithm == "streaming", self.top_p, 8,
-                self.head_pages, self.dense_below,
+                self.head_pages, self.dense_below, self.decay,
             )  # fmt: skip
             inputs = {} if self.algorithm == "streaming" else {"scores": scores}
             inputs |= {"bits": bits, "ids": ids}
+            if self.decay:
+                inputs["covered"] = meta(self.batch, self.kv_heads, pages, 3, dtype=torch.int64)
             if not constants["SINGLE"]:
                 inputs["order"] = meta(self.batch, self.kv_heads, pages, dtype=torch.int32)
             return Kernel(
@@ -296,6 +302,7 @@ def test_several_query_tokens_compile(child: Check, name: str, group: int) -> No
         {"algorithm": "streaming"},
         {"top_p": 0.9, "head_pages": (64, 32) * 4},
         {"dense_below": 0.5},
+        {"decay": 0.99},
     ],
     ids=str,
 )

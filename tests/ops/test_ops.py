@@ -66,6 +66,7 @@ def test_page_scores_by_hand(name: str) -> None:
         "quest": 2 * 3 + 1 * 2,
         "cuboid": (4 - 1) + (2 * 1 + 1 * 3),
         "mean": 4 - 1,
+        "heavy_hitters": 4 - 1,
         "streaming": 0,
     }
     score = algorithms.get(name)

@@ -116,6 +116,7 @@ def written_code(function: Step, args: list[Tensor]) -> str:
         # What the ops become on a CPU before Inductor sees them is not wanted here.
         mock.patch.dict(torch.ops.hsa.summarize.default.py_kernels, clear=True),
         mock.patch.dict(torch.ops.hsa.fetch_attention.default.py_kernels, clear=True),
+        mock.patch.dict(torch.ops.hsa.select_accumulated.default.py_kernels, clear=True),
         mock.patch.object(GraphLowering, "compile_to_module", stop),
         mock.patch.object(kernels, "run_on", lambda device: True),
         pytest.raises(StopError),
@@ -211,6 +212,30 @@ def check_growing_cache(stops: tuple[object, ...]) -> None:
     )
 
 
+def check_what_accumulates(token_major: bool) -> None:
+    """What is accumulated is written where it is, by the kernel that selects; with symbolic lengths, too."""
+
+    def accumulated(q: Tensor, keys: Tensor, mask: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        position, summary, covered = rest
+        slots = torch.sym_min(SLOTS, summary.shape[2])
+        bits = torch.ops.hsa.page_mask(mask, PAGE)
+        torch._check((keys.shape[2] + PAGE - 1) // PAGE == summary.shape[2])
+        torch.ops.hsa.summarize(keys, bits, position, summary, covered, "heavy_hitters", PAGE)
+        rule = (SCALE, "heavy_hitters", PAGE, slots, SLOTS, 0, 1, 32, "softmax_mean")
+        ids, counts = torch.ops.hsa.select_accumulated(q * 2, summary, bits, covered, 0.9, *rule, 3)
+        return ids + 1, counts + 1
+
+    q, keys, _, mask, position, summary, _ = inputs(1024, torch.bfloat16, token_major)
+    args = [q, keys, mask, position, summary[..., :64].clone(), torch.full((2, 2, 32, 3), -1)]
+    for index, dim in ((1, 2), (2, 3), (4, 2), (5, 2)) if token_major else ():
+        torch._dynamo.mark_dynamic(args[index], dim)
+    code = written_code(accumulated, args)
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 3
+    made = [size for size in allocations(code) if size.startswith("(2, 2,")]
+    assert not any(size.endswith((", 64)", ", 3)")) for size in made)
+    assert not calls_of_ops(code)
+
+
 def check_eager_fallback() -> None:
     code = written_code(step, inputs(1024, torch.float64, token_major=False))
     assert not any(name.startswith("triton_tem") for name in launches(code))
@@ -259,6 +284,11 @@ def test_growing_cache_has_symbolic_lengths(child: Check, stops: tuple[object, .
 
 def test_rows_that_may_be_read_whole(child: Check) -> None:
     child(check_rows_read_whole)
+
+
+@pytest.mark.parametrize("token_major", [False, True], ids=["static", "growing"])
+def test_what_is_accumulated_is_written_in_place(child: Check, token_major: bool) -> None:
+    child(check_what_accumulates, token_major)
 
 
 def test_what_no_kernel_takes_runs_eagerly(child: Check) -> None:
