@@ -34,6 +34,7 @@ PLACEMENTS = ("device", "host")
 MAX_POOL = 64
 PREFETCHES = ("none", "next_rank", "cross_layer")
 MAX_AHEAD = 4
+UNSELECTED = ("drop", "centroids")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class LayerPolicy:
         top_p: share of the softmax, as the page scores estimate it, at which a row stops selecting, in (0, 1]; the
             budget is then the most that it selects. 1 selects the whole budget. Rows within the budget are read whole.
         min_budget: tokens that ``top_p`` does not go below (>= 0).
+        unselected: what becomes of pages that are left out: "drop", or "centroids": each joins the softmax as the mean
+            of its keys and the mean of its values, with the weight of its tokens.
         monitor: every how many steps one KV head is attended densely beside the step, to measure what the selection
             captured (>= 0); 0 is never. See ``hsa_compile.stats``.
         monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
@@ -82,6 +85,7 @@ class LayerPolicy:
     min_budget: int = 256
     monitor: int = 0
     monitor_bound: float = 0.0
+    unselected: str = "drop"
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -126,6 +130,7 @@ class LayerPolicy:
 
         self._check_top_p()
         self._check_monitor()
+        check_choice("unselected", self.unselected, UNSELECTED)
 
     def _check_monitor(self) -> None:
         if type(self.monitor) is not int or self.monitor < 0:
@@ -168,6 +173,11 @@ class LayerPolicy:
                 self.min_budget,
                 f"at most the budget ({self.budget} tokens) with top_p {self.top_p:g}",
             )
+
+    @property
+    def estimates(self) -> bool:
+        """Whether pages that are left out take part as an estimate."""
+        return self.unselected != "drop"
 
     @property
     def share(self) -> tuple[float, int] | tuple[()]:
@@ -229,6 +239,8 @@ def describe(policy: LayerPolicy) -> str:
         parts += [f"sink={policy.sink}", f"recent={policy.recent}"]
         if policy.top_p != usual.top_p:
             parts += [f"top_p={policy.top_p:g}", f"min={policy.min_budget}"]
+        if policy.unselected != usual.unselected:
+            parts.append(f"unselected={policy.unselected}")
         if policy.group_reduce != usual.group_reduce:
             parts.append(f"group_reduce={policy.group_reduce}")
     if policy.placement != usual.placement:

@@ -81,6 +81,7 @@ def draw(seed: int) -> Life:
         else pick.choice(("device", "host")),
         pool=pool,
         prefetch=prefetch,
+        unselected=pick.choice(("drop", "centroids")),
     )
     events = pick.choices(tuple(EVENTS), tuple(EVENTS.values()), k=pick.randint(6, 24))
     return Life(

@@ -74,6 +74,8 @@ def test_the_default_layer():
         ("top_p", True, ["top_p True", "a number above 0 and up to 1"]),
         ("min_budget", -1, ["min_budget -1 is not valid", "an int >= 0 (tokens)"]),
         ("min_budget", 64.0, ["min_budget 64.0", "an int >= 0 (tokens)"]),
+        ("unselected", "centroid", ["unselected 'centroid'", "mean 'centroids'?"]),
+        ("unselected", None, ["unselected None", "'drop', 'centroids'"]),
         ("monitor", -1, ["monitor -1 is not valid", "an int >= 0 (steps; 0 is never)"]),
         ("monitor", 1.0, ["monitor 1.0", "an int >= 0"]),
         ("monitor_bound", 2, ["monitor_bound 2 is not valid", "a number from 0 to 1"]),
@@ -168,6 +170,7 @@ def test_one_token_is_not_everything():
             LayerPolicy("quest", 0.125, 16, 0, 1, "max"),
             "quest budget=0.125 page=16 sink=0 recent=1 group_reduce=max",
         ),
+        (LayerPolicy(unselected="centroids"), describe(LayerPolicy()) + " unselected=centroids"),
         # Where it has no effect it is not described.
         (LayerPolicy(pool=3, prefetch="cross_layer"), describe(LayerPolicy())),
         (LayerPolicy("dense", placement="host", prefetch="cross_layer"), "dense placement=host"),

@@ -44,6 +44,7 @@ class PageScore:
         expand_query: ``[..., D]`` -> ``[..., parts * D]``.
         kernel: the same for GPUs; without it, layers on a GPU are left as they are.
         source: the paper or system that it comes from.
+        mean_first: part 0 of a summary is the mean of the keys.
     """
 
     name: str
@@ -52,6 +53,7 @@ class PageScore:
     expand_query: Callable[[Tensor], Tensor]
     kernel: PageKernel | None = None
     source: str = ""
+    mean_first: bool = False
 
     def check(self, taken: tuple[str, ...]) -> None:
         """Refuse what the ops could not use.

@@ -113,6 +113,7 @@ class Printer:
             "select": "ids, counts",
             "sparse_attention": "out, lse",
             "fetch_attention": "out, lse",
+            "estimate_rest": "all, total",
             "diff": "slots, loads, moved",
             "prefetch": "held",
             "prefetch_select": "early, moved_early",
