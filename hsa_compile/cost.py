@@ -46,7 +46,7 @@ def cost_of(plan: LayerPlan) -> Cost:
     dense = S * token
     if policy.algorithm == "dense":
         return Cost(dense, dense, None)
-    width = algorithms.summary_width(policy.algorithm, int(k.shape[3])) * k.element_size() + _WORD
+    width = algorithms.summary_width(policy.score, int(k.shape[3])) * k.element_size() + _WORD
     for what in plan.means:
         width += int((k if what == "keys" else v).shape[3]) * k.element_size() + _WORD
     page = policy.page_size

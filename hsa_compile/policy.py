@@ -35,6 +35,8 @@ MAX_POOL = 64
 PREFETCHES = ("none", "next_rank", "cross_layer")
 MAX_AHEAD = 4
 UNSELECTED = ("drop", "centroids")
+THREE_LEVEL = "three_level"
+MAX_PROTOTYPES = 1024
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class LayerPolicy:
 
     Attributes:
         algorithm: a page score out of ``hsa_compile.algorithms.names()``, or "dense", which reads
-            everything.
+            everything, or "three_level", which has no score: what the budget buys beyond ``sink`` and ``recent`` are
+            evenly spaced pages (not tokens: a page is what is read as one), and all the others join the softmax as
+            ``prototypes``.
         budget: what one query reads. An int is tokens (>= 1), a float a fraction of the attendable
             length in (0, 1]; so 1 is one token and 1.0 is everything.
         page_size: tokens a page: 16, 32 or 64.
@@ -63,6 +67,8 @@ class LayerPolicy:
         min_budget: tokens that ``top_p`` does not go below (>= 0).
         unselected: what becomes of pages that are left out: "drop", or "centroids": each joins the softmax as the mean
             of its keys and the mean of its values, with the weight of its tokens.
+        prototypes: clusters that "three_level" makes of the pages that it leaves out (>= 1), each a mean key and a
+            mean value.
         monitor: every how many steps one KV head is attended densely beside the step, to measure what the selection
             captured (>= 0); 0 is never. See ``hsa_compile.stats``.
         monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
@@ -86,6 +92,7 @@ class LayerPolicy:
     monitor: int = 0
     monitor_bound: float = 0.0
     unselected: str = "drop"
+    prototypes: int = 64
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -130,7 +137,20 @@ class LayerPolicy:
 
         self._check_top_p()
         self._check_monitor()
+        self._check_unselected()
+
+    def _check_unselected(self) -> None:
         check_choice("unselected", self.unselected, UNSELECTED)
+        if type(self.prototypes) is not int or not 1 <= self.prototypes <= MAX_PROTOTYPES:
+            refuse("prototypes", self.prototypes, f"an int from 1 to {MAX_PROTOTYPES}")
+        if self.algorithm != THREE_LEVEL:
+            return
+        if self.unselected != "drop":
+            why = "with algorithm 'three_level', in which prototypes stand for all that is left out"
+            refuse("unselected", self.unselected, f"'drop' {why}")
+        if self.prefetch != "none":
+            why = "with algorithm 'three_level', whose pages have no ranks and follow no query"
+            refuse("prefetch", self.prefetch, f"'none' {why}")
 
     def _check_monitor(self) -> None:
         if type(self.monitor) is not int or self.monitor < 0:
@@ -177,7 +197,12 @@ class LayerPolicy:
     @property
     def estimates(self) -> bool:
         """Whether pages that are left out take part as an estimate."""
-        return self.unselected != "drop"
+        return self.unselected != "drop" or self.algorithm == THREE_LEVEL
+
+    @property
+    def score(self) -> str:
+        """The page score whose summaries are kept; where pages are not chosen by one, their means."""
+        return "mean" if self.algorithm == THREE_LEVEL else self.algorithm
 
     @property
     def share(self) -> tuple[float, int] | tuple[()]:
@@ -208,10 +233,10 @@ class LayerPolicy:
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """Valid values of ``LayerPolicy.algorithm``: "dense" and the page scores."""
+    """Valid values of ``LayerPolicy.algorithm``: "dense", the page scores, and what has no score."""
     from hsa_compile import algorithms
 
-    return ("dense", *algorithms.names())
+    return ("dense", *algorithms.names(), THREE_LEVEL)
 
 
 FIELDS = tuple(item.name for item in dataclasses.fields(LayerPolicy))
@@ -224,6 +249,7 @@ PRESETS: dict[str, LayerPolicy] = {
     "mean": LayerPolicy(algorithm="mean"),
     "quest": LayerPolicy(algorithm="quest"),
     "streaming": LayerPolicy(algorithm="streaming"),
+    "three_level": LayerPolicy(algorithm="three_level"),
 }
 
 
@@ -239,6 +265,8 @@ def describe(policy: LayerPolicy) -> str:
         parts += [f"sink={policy.sink}", f"recent={policy.recent}"]
         if policy.top_p != usual.top_p:
             parts += [f"top_p={policy.top_p:g}", f"min={policy.min_budget}"]
+        if policy.algorithm == THREE_LEVEL:
+            parts.append(f"prototypes={policy.prototypes}")
         if policy.unselected != usual.unselected:
             parts.append(f"unselected={policy.unselected}")
         if policy.group_reduce != usual.group_reduce:

@@ -268,7 +268,7 @@ class LayerPlan:
         """What the mean of each page is kept of, beside the summaries that pages are scored by."""
         if not self.policy.estimates:
             return ()
-        kept = algorithms.get(self.policy.algorithm).mean_first
+        kept = algorithms.get(self.policy.score).mean_first
         return ("values",) if kept else ("keys", "values")
 
     @property

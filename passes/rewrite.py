@@ -35,6 +35,7 @@ from torch import fx
 
 from hsa_compile import algorithms, compat
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
+from hsa_compile.policy import THREE_LEVEL
 from hsa_compile.site import Attention, CacheUpdate, LayerPlan
 
 from .emit import Emitter
@@ -256,7 +257,7 @@ class _Rewriter:
             position = self.positions.of(plan.site.keys, keys, read)
             query = self._as_heads(attention)
             described: tuple[object, ...] = (
-                *(keys, bits, position, policy.algorithm, policy.page_size),
+                *(keys, bits, position, policy.score, policy.page_size),
                 *((values, plan.pool_slots) if plan.pool_slots else ()),
                 *((values, plan.means) if plan.means else ()),
             )
@@ -264,14 +265,17 @@ class _Rewriter:
             if owns:
                 self.states[described] = self._state(at, keys, values, bits, position)
             state = self.states[described]
-            selected = self.emit.call(
-                _HSA.select.default,
-                query,
-                state.summary,
-                bits,
-                *self._rule(plan, keys),
-                *self._beyond(plan, bias),
-            )
+            if policy.algorithm == THREE_LEVEL:
+                selected = self._strided(plan, keys, bits)
+            else:
+                selected = self.emit.call(
+                    _HSA.select.default,
+                    query,
+                    state.summary,
+                    bits,
+                    *self._rule(plan, keys),
+                    *self._beyond(plan, bias),
+                )
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
             capped = (attention.softcap,) if attention.softcap else ()
@@ -322,6 +326,20 @@ class _Rewriter:
                 erase_unused(self.graph, other)
         erase_unused(self.graph, attention.out)
 
+    def _strided(self, plan: LayerPlan, keys: fx.Node, bits: fx.Node) -> fx.Node:
+        """Pages by position; made once for all layers that agree in the mask and the budget."""
+        policy, read = plan.policy, keys.meta["example_value"]
+        rule = (plan.fraction, policy.sink, plan.recent)
+        sizes = tuple(compat.expression(size) for size in read.shape[:3])
+        key = ("strided", bits, sizes, policy.page_size, plan.slots, plan.budget_pages, rule)
+        if key not in self.made:
+            batch, kv_heads = read.shape[:2]
+            if not isinstance(batch, int):
+                batch = self.emit.method("size", keys, 0)
+            arguments = (bits, batch, int(kv_heads), policy.page_size, *self._budget(plan, keys))
+            self.made[key] = self.emit.call(_HSA.strided_pages.default, *arguments, *rule)
+        return self.made[key]
+
     def _with_rest(
         self,
         plan: LayerPlan,
@@ -337,7 +355,9 @@ class _Rewriter:
             ids = call(operator.getitem, ids, (..., slice(None, -plan.ahead)))
         out, lse = (call(operator.getitem, selection, i) for i in range(2))
         added = self.masks.of_pages(bias, plan.policy.page_size)
-        rest = (attention.scale, *((attention.softcap,) if attention.softcap else ()))
+        prototypes = plan.policy.prototypes if plan.policy.algorithm == THREE_LEVEL else 0
+        capped = (attention.softcap,) if attention.softcap or prototypes else ()
+        rest = (attention.scale, *capped, *((prototypes,) if prototypes else ()))
         operands = (query, *state.means, ids, bits, added, out, lse)
         return call(_HSA.estimate_rest.default, *operands, *rest)
 
@@ -370,9 +390,7 @@ class _Rewriter:
             return self.inputs[at]
         plan = self.plans[at]
         attention, policy, number = plan.site.attention, plan.policy, len(self.inputs)
-        width = algorithms.summary_width(
-            policy.algorithm, attention.k.meta["example_value"].shape[3]
-        )
+        width = algorithms.summary_width(policy.score, attention.k.meta["example_value"].shape[3])
         summary, covered = (
             self._of_pages(f"hsa_{name}_{number}", attention.k, policy.page_size, width, dtype)
             for name, width, dtype in (("summary", width, None), ("covered", 2, torch.int64))
@@ -422,7 +440,7 @@ class _Rewriter:
             if early is not None:
                 join(self.emit, early.held, pool.table, early.moved)
             tail = (append(self.emit, plan, keys, values, bits, position, covered, pool),)
-        arguments = (keys, bits, position, summary, covered, policy.algorithm, policy.page_size)
+        arguments = (keys, bits, position, summary, covered, policy.score, policy.page_size)
         written = plan.site.keys.tokens
         rest = tail if written == 1 else (None, written)
         self.emit.call(_HSA.summarize.default, *arguments, *rest)

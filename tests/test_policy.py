@@ -36,7 +36,7 @@ def says(*parts: str) -> str:
 def test_the_default_layer():
     assert LayerPolicy() == LayerPolicy("cuboid", 2048, 32, 4, 64, "softmax_mean", "device")
     assert PRESETS["default"] == PRESETS["cuboid"] == LayerPolicy()
-    assert algorithm_names() == ("dense", "cuboid", "mean", "quest", "streaming")
+    assert algorithm_names() == (*("dense", "cuboid", "mean", "quest", "streaming", "three_level"),)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,8 @@ def test_the_default_layer():
         ("min_budget", -1, ["min_budget -1 is not valid", "an int >= 0 (tokens)"]),
         ("min_budget", 64.0, ["min_budget 64.0", "an int >= 0 (tokens)"]),
         ("unselected", "centroid", ["unselected 'centroid'", "mean 'centroids'?"]),
+        ("prototypes", 0, ["prototypes 0 is not valid", "an int from 1 to 1024"]),
+        ("prototypes", 64.0, ["prototypes 64.0", "an int from 1 to 1024"]),
         ("unselected", None, ["unselected None", "'drop', 'centroids'"]),
         ("monitor", -1, ["monitor -1 is not valid", "an int >= 0 (steps; 0 is never)"]),
         ("monitor", 1.0, ["monitor 1.0", "an int >= 0"]),
@@ -106,6 +108,22 @@ def test_a_share_needs_an_estimate_and_room(fields: dict[str, object], message: 
     with pytest.raises(PolicyError) as caught:
         LayerPolicy(top_p=0.9, **fields)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"unselected": "centroids"}, "unselected 'centroids' is not valid; valid: 'drop' with"),
+        ({"prefetch": "next_rank"}, "prefetch 'next_rank' is not valid; valid: 'none' with"),
+        ({"top_p": 0.9}, "top_p 0.9 is not valid; valid: 1 with algorithm 'three_level'"),
+    ],
+    ids=str,
+)
+def test_what_three_levels_have_no_use_for(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        LayerPolicy(algorithm="three_level", **fields)
+    assert str(caught.value).startswith(message)
+    assert "three_level" in str(caught.value)
 
 
 def test_a_share_in_words() -> None:
@@ -169,6 +187,10 @@ def test_one_token_is_not_everything():
         (
             LayerPolicy("quest", 0.125, 16, 0, 1, "max"),
             "quest budget=0.125 page=16 sink=0 recent=1 group_reduce=max",
+        ),
+        (
+            LayerPolicy(algorithm="three_level", budget=512, prototypes=32),
+            "three_level budget=512 page=32 sink=4 recent=64 prototypes=32",
         ),
         (LayerPolicy(unselected="centroids"), describe(LayerPolicy()) + " unselected=centroids"),
         # Where it has no effect it is not described.

@@ -27,6 +27,7 @@ from . import (
     prefetch_select,
     select,
     sparse_attention,
+    strided_pages,
     summarize,
 )
 from ._library import implement
@@ -36,6 +37,7 @@ implement("page_mask", page_mask.page_mask, page_mask.fake)
 implement("page_bias", page_bias.page_bias, page_bias.fake)
 implement("summarize", summarize.summarize, summarize.fake)
 implement("select", aten.select, select.fake)
+implement("strided_pages", strided_pages.strided_pages, strided_pages.fake)
 implement("append", append.append, append.fake)
 implement("diff", diff.diff, diff.fake)
 implement("fetch", fetch.fetch, fetch.fake)
@@ -61,6 +63,7 @@ def _on_cpu(function: Callable[..., object]) -> Callable[..., object]:
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {
     torch.ops.hsa.page_mask.default: page_mask.page_mask,
     torch.ops.hsa.page_bias.default: page_bias.page_bias,
+    torch.ops.hsa.strided_pages.default: strided_pages.strided_pages,
     torch.ops.hsa.estimate_rest.default: estimate_rest.estimate_rest,
     torch.ops.hsa.select.default: _on_cpu(aten.select),
     torch.ops.hsa.sparse_attention.default: _on_cpu(aten.sparse_attention),

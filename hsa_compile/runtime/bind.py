@@ -99,7 +99,7 @@ def _summary(
     pages = (tokens + policy.page_size - 1) // policy.page_size
     pool_slots = 0 if means else site.plan.pool_slots
     layout = SummaryLayout(
-        "mean" if means else policy.algorithm,
+        "mean" if means else policy.score,
         policy.page_size,
         int(heads),
         int(size),

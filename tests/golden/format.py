@@ -111,6 +111,7 @@ class Printer:
             "index_scores": "scores",
             "checked_position": "position",
             "select": "ids, counts",
+            "strided_pages": "ids, counts",
             "sparse_attention": "out, lse",
             "fetch_attention": "out, lse",
             "estimate_rest": "all, total",

@@ -27,7 +27,17 @@ def steps(model, run: str, mode: str | None, number: int = 12, **policy: object)
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
-@pytest.mark.parametrize("policy", [{"top_p": 0.5, "min_budget": 64}, {"algorithm": "streaming"}])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"top_p": 0.5, "min_budget": 64},
+        {"algorithm": "streaming"},
+        {"unselected": "centroids"},
+        {"unselected": "centroids", "algorithm": "quest"},
+        {"algorithm": "three_level", "prototypes": 8},
+    ],
+    ids=str,
+)
 def test_as_the_eager_ops(policy: dict[str, object], placement: str) -> None:
     model = tiny_llama(torch.float32)
     got, read = steps(model, "inductor", "reduce-overhead", placement=placement, **policy)

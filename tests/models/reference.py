@@ -23,6 +23,7 @@ from hsa_compile.ops.estimate_rest import estimate_rest_reference
 from hsa_compile.ops.page_mask import attendable, page_mask
 from hsa_compile.ops.select import FRACTION_UNIT, select_reference
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
+from hsa_compile.ops.strided_pages import strided_pages_reference
 
 from .helpers import transformers
 
@@ -42,7 +43,7 @@ def page_summaries(
     if heads.shape[1] > 1:
         heads = heads.unflatten(1, (keys.shape[1], -1)).any(2)
     present = F.pad(heads, (0, spare)).unflatten(2, (-1, policy.page_size)).unsqueeze(-1)
-    score = algorithms.get(policy.algorithm if algorithm is None else algorithm)
+    score = algorithms.get(policy.score if algorithm is None else algorithm)
     summary = score.summarize(paged, present.expand_as(paged[..., :1]))
     return summary.masked_fill(~present.any(-2), 0)
 
@@ -79,23 +80,29 @@ def sparse_attention(
     bits = page_mask(mask, policy.page_size)
     summary = page_summaries(keys, attendable(mask), policy)
     whole = isinstance(policy.budget, int)
-    ids, _ = select_reference(
-        q,
-        summary,
-        bits,
-        scale,
-        policy.algorithm,
+    rule = (
         policy.page_size,
         bits.shape[-1],
         ceil(policy.budget / policy.page_size) if whole else 0,
         0 if whole else round(policy.budget * FRACTION_UNIT),
         policy.sink,
         policy.recent,
-        policy.group_reduce,
-        bias=None if mask.dtype == torch.bool else mean_bias(mask, policy.page_size),
-        top_p=policy.top_p,
-        floor=ceil(policy.min_budget / policy.page_size),
     )
+    if policy.algorithm == "three_level":
+        ids, _ = strided_pages_reference(bits, *keys.shape[:2], *rule)
+    else:
+        ids, _ = select_reference(
+            q,
+            summary,
+            bits,
+            scale,
+            policy.algorithm,
+            *rule,
+            policy.group_reduce,
+            bias=None if mask.dtype == torch.bool else mean_bias(mask, policy.page_size),
+            top_p=policy.top_p,
+            floor=ceil(policy.min_budget / policy.page_size),
+        )
     bias = None if mask.dtype == torch.bool else mask
     out, lse = sparse_attention_reference(
         q, keys, values, ids, None, bits, bias, scale, policy.page_size, softcap
@@ -103,7 +110,9 @@ def sparse_attention(
     if policy.estimates:
         means = (page_summaries(x, attendable(mask), policy, "mean") for x in (keys, values))
         added = None if bias is None else mean_bias(mask, policy.page_size)
-        out, lse = estimate_rest_reference(q, *means, ids, bits, added, out, lse, scale, softcap)
+        prototypes = policy.prototypes if policy.algorithm == "three_level" else 0
+        rest = (scale, softcap, prototypes)
+        out, lse = estimate_rest_reference(q, *means, ids, bits, added, out, lse, *rest)
     if sink is None:
         return out
     # exp(lse) is the sum of the exponentials; the sink is one more.

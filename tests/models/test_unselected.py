@@ -23,6 +23,7 @@ from .test_several_queries import Spelled, ruled, spelled_steps
 from .test_sparse import KINDS, check, policy
 
 PART = policy(budget=48, unselected="centroids")
+LEVELS = policy(algorithm="three_level", budget=64, recent=8, prototypes=3)
 WHOLE = LayerPolicy(budget=144, page_size=16, unselected="centroids")
 
 
@@ -51,17 +52,36 @@ def test_every_selection(kind: str, more: dict[str, Any]) -> None:
     check("llama", kind, policy(unselected="centroids", **more))
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("static", {}),
+        ("dynamic", {}),
+        *(
+            pytest.param(kind, more, marks=pytest.mark.slow)
+            for kind in KINDS
+            for more in ({"budget": 0.4, "prototypes": 64}, {"placement": "host"})
+        ),
+    ],
+    ids=str,
+)
+def test_three_levels(kind: str, more: dict[str, Any]) -> None:
+    """Three rows, padded: a window and sinks, pages at even distances, and prototypes of all others."""
+    check("llama", kind, replace(LEVELS, **more))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("algorithm", ["cuboid", "streaming"])
-def test_with_inductor(kind: str, algorithm: str) -> None:
-    check("llama", kind, policy(unselected="centroids", algorithm=algorithm), run="inductor")
+@pytest.mark.parametrize("layer", [PART, replace(PART, algorithm="streaming"), LEVELS], ids=str)
+def test_with_inductor(kind: str, layer: LayerPolicy) -> None:
+    check("llama", kind, layer, run="inductor")
 
 
 @pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
-def test_lossless_within_the_budget(kind: str) -> None:
+@pytest.mark.parametrize("layer", [WHOLE, replace(LEVELS, budget=96)], ids=["centroids", "three"])
+def test_lossless_within_the_budget(kind: str, layer: LayerPolicy) -> None:
     model, asked = tiny("llama"), request(3, 60, 24, 160)
-    compiled = compile_hsa(model, replace(WHOLE, budget=96))
+    compiled = compile_hsa(model, replace(layer, budget=96))
     got, expected = (decode(model, step, kind, asked).logits for step in (compiled, model))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     assert all(site.decision == "sparse" for site in hsa_compile.explain(compiled).sites)
@@ -91,11 +111,13 @@ def test_requests_of_other_padding_in_one_cache() -> None:
     "name",
     ["mask_by_row_and_head", "mask_and_bias", "soft_cap_then_bias", "cap_and_sinks"],
 )
-def test_several_query_tokens(name: str) -> None:
+@pytest.mark.parametrize("part", [PART, LEVELS], ids=["centroids", "prototypes"])
+def test_several_query_tokens(name: str, part: LayerPolicy) -> None:
     """Masks that differ between heads and tokens, biases, soft caps, sinks."""
     spelling = next(spelling for spelling in SPELLINGS if spelling.name == name)
     eager = spelled_steps(Spelled(spelling.function))
-    for layer, expected in ((WHOLE, eager), (PART, spelled_steps(Spelled(ruled(spelling, PART))))):
+    whole = replace(part, budget=WHOLE.budget)
+    for layer, expected in ((whole, eager), (part, spelled_steps(Spelled(ruled(spelling, part))))):
         compiled = compile_hsa(Spelled(spelling.function), layer, strict=True)
         torch.testing.assert_close(spelled_steps(compiled), expected, rtol=0, atol=1e-5)
     assert (eager - expected).abs().max() > 1e-3, "nothing was left out"
