@@ -24,7 +24,7 @@ _WORD = 8 + 16
 class Cost:
     """Bytes read by one step of one layer, batch included.
 
-    dense: keys and values once. sparse: page summaries, the packed mask, and the selected keys and values.
+    dense: keys and values once. sparse: page summaries and means, the packed mask, and the selected keys and values.
     break_even: the length from which the sparse step reads less, or None where it never does.
     """
 
@@ -46,7 +46,9 @@ def cost_of(plan: LayerPlan) -> Cost:
     dense = S * token
     if policy.algorithm == "dense":
         return Cost(dense, dense, None)
-    width = algorithms.summary_width(policy.algorithm, int(k.shape[3])) * k.element_size() + _WORD
+    width = algorithms.summary_width(policy.score, int(k.shape[3])) * k.element_size() + _WORD
+    for what in plan.means:
+        width += int((k if what == "keys" else v).shape[3]) * k.element_size() + _WORD
     page = policy.page_size
     if plan.fraction:
         selected = S * sympy.Rational(plan.fraction, FRACTION_UNIT)

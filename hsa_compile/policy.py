@@ -37,6 +37,9 @@ PLACEMENTS = ("device", "host")
 MAX_POOL = 64
 PREFETCHES = ("none", "next_rank", "cross_layer")
 MAX_AHEAD = 4
+UNSELECTED = ("drop", "centroids")
+THREE_LEVEL = "three_level"
+MAX_PROTOTYPES = 1024
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ class LayerPolicy:
 
     Attributes:
         algorithm: a page score out of ``hsa_compile.algorithms.names()``, or "dense", which reads
-            everything.
+            everything, or "three_level", which has no score: what the budget buys beyond ``sink`` and ``recent`` are
+            evenly spaced pages (not tokens: a page is what is read as one), and all the others join the softmax as
+            ``prototypes``.
         budget: what one query reads. An int is tokens (>= 1), a float a fraction of the attendable
             length in (0, 1]; so 1 is one token and 1.0 is everything. A list of ints is tokens (>= 1) of each KV head.
         page_size: tokens a page: 16, 32 or 64; or "auto": 64 in a cache of more than 65,536 tokens, 32 in one that is
@@ -68,6 +73,10 @@ class LayerPolicy:
             less is read whole. 0 is never.
         decay: what is left of the accumulated shares of the softmax after a step, in (0, 1], where the algorithm ranks
             pages by them ("heavy_hitters"); 1 forgets nothing.
+        unselected: what becomes of pages that are left out: "drop", or "centroids": each joins the softmax as the mean
+            of its keys and the mean of its values, with the weight of its tokens.
+        prototypes: clusters that "three_level" makes of the pages that it leaves out (>= 1), each a mean key and a
+            mean value.
         monitor: every how many steps one KV head is attended densely beside the step, to measure what the selection
             captured (>= 0); 0 is never. See ``hsa_compile.stats``.
         monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
@@ -92,6 +101,8 @@ class LayerPolicy:
     monitor: int = 0
     monitor_bound: float = 0.0
     decay: float = 0.99
+    unselected: str = "drop"
+    prototypes: int = 64
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -147,6 +158,7 @@ class LayerPolicy:
         self._check_dense_below()
         self._check_monitor()
         self._check_accumulated()
+        self._check_unselected()
 
     def _check_accumulated(self) -> None:
         if type(self.decay) not in (int, float) or not 0 < self.decay <= 1:
@@ -163,6 +175,22 @@ class LayerPolicy:
         if self.prefetch == "cross_layer":
             valid = f"'none', 'next_rank' {why}: a guess at a query would be added up like a query"
             refuse("prefetch", self.prefetch, valid)
+
+    def _check_unselected(self) -> None:
+        check_choice("unselected", self.unselected, UNSELECTED)
+        if type(self.prototypes) is not int or not 1 <= self.prototypes <= MAX_PROTOTYPES:
+            refuse("prototypes", self.prototypes, f"an int from 1 to {MAX_PROTOTYPES}")
+        if self.algorithm != THREE_LEVEL:
+            return
+        if self.unselected != "drop":
+            why = "with algorithm 'three_level', in which prototypes stand for all that is left out"
+            refuse("unselected", self.unselected, f"'drop' {why}")
+        if self.prefetch != "none":
+            why = "with algorithm 'three_level', whose pages have no ranks and follow no query"
+            refuse("prefetch", self.prefetch, f"'none' {why}")
+        if isinstance(self.budget, tuple):
+            why = "with algorithm 'three_level', whose pages are the same for all KV heads"
+            refuse("budget", list(self.budget), f"one number {why}")
 
     def _check_monitor(self) -> None:
         if type(self.monitor) is not int or self.monitor < 0:
@@ -254,6 +282,16 @@ class LayerPolicy:
             return self
         return dataclasses.replace(self, page_size=64 if (length or 0) > LONG else 32)
 
+    @property
+    def estimates(self) -> bool:
+        """Whether pages that are left out take part as an estimate."""
+        return self.unselected != "drop" or self.algorithm == THREE_LEVEL
+
+    @property
+    def score(self) -> str:
+        """The page score whose summaries are kept; where pages are not chosen by one, their means."""
+        return "mean" if self.algorithm == THREE_LEVEL else self.algorithm
+
     # 1 == 1.0 in Python, but a budget of one token must never stand in for one of everything.
     def _identity(self) -> tuple[object, ...]:
         return (type(self.budget), *dataclasses.astuple(self))
@@ -279,16 +317,16 @@ class LayerPolicy:
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """Valid values of ``LayerPolicy.algorithm``: "dense" and the page scores."""
+    """Valid values of ``LayerPolicy.algorithm``: "dense", the page scores, and what has no score."""
     from hsa_compile import algorithms
 
-    return ("dense", *algorithms.names())
+    return ("dense", *algorithms.names(), THREE_LEVEL)
 
 
 def _accumulates(algorithm: str) -> bool:
     from hsa_compile import algorithms
 
-    return algorithm != "dense" and algorithms.get(algorithm).accumulates
+    return algorithm in algorithms.names() and algorithms.get(algorithm).accumulates
 
 
 FIELDS = tuple(item.name for item in dataclasses.fields(LayerPolicy))
@@ -302,6 +340,7 @@ PRESETS: dict[str, LayerPolicy] = {
     "mean": LayerPolicy(algorithm="mean"),
     "quest": LayerPolicy(algorithm="quest"),
     "streaming": LayerPolicy(algorithm="streaming"),
+    "three_level": LayerPolicy(algorithm="three_level"),
 }
 
 
@@ -322,6 +361,10 @@ def describe(policy: LayerPolicy) -> str:
             parts.append(f"dense_below={policy.dense_below:g}")
         if policy.decay != usual.decay and _accumulates(policy.algorithm):
             parts.append(f"decay={policy.decay:g}")
+        if policy.algorithm == THREE_LEVEL:
+            parts.append(f"prototypes={policy.prototypes}")
+        if policy.unselected != usual.unselected:
+            parts.append(f"unselected={policy.unselected}")
         if policy.group_reduce != usual.group_reduce:
             parts.append(f"group_reduce={policy.group_reduce}")
     if policy.placement != usual.placement:

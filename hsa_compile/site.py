@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from . import compat
+from . import algorithms, compat
 from .policy import LayerPolicy
 
 
@@ -262,6 +262,14 @@ class LayerPlan:
     ahead: int = 0
     lookahead: Lookahead | None = None
     no_lookahead: str = ""
+
+    @property
+    def means(self) -> tuple[Literal["keys", "values"], ...]:
+        """What the mean of each page is kept of, beside the summaries that pages are scored by."""
+        if not self.policy.estimates:
+            return ()
+        kept = algorithms.get(self.policy.score).mean_first
+        return ("values",) if kept else ("keys", "values")
 
     @property
     def recent(self) -> int:

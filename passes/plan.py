@@ -88,11 +88,11 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         note = f"the cache holds {tokens} tokens, within the budget"
         return LayerPlan(site, policy, "dense", note + stays)
     reason = _cannot(q, k, v, policy.page_size, int(q.shape[2]))
-    if q.device.type == "cuda" and algorithms.get(policy.algorithm).kernel is None:
+    if q.device.type == "cuda" and algorithms.get(policy.score).kernel is None:
         reason = (
             f"algorithm {policy.algorithm!r} was registered without its form for GPUs (PageKernel)"
         )
-    if site.keys.kind == "fixed" and algorithms.get(policy.algorithm).accumulates:
+    if site.keys.kind == "fixed" and algorithms.get(policy.score).accumulates:
         reason = (
             f"algorithm {policy.algorithm!r} takes caches that a step writes; this one is only read, and nothing tells "
             "the queries of one request from those of the next"

@@ -13,6 +13,10 @@
     before: keys' = cat(keys, k); ...; return keys', ...
     after:  keys'[:, :, -1:] = k; ...; return ...          (keys' is an input now: a view with room for k)
 
+    before: o = sparse_attention(q, ...)
+    after:  summarize(values, bits, pos, means!, covered!, "mean"); ...; o, lse = sparse_attention(q, ...)
+            o = estimate_rest(q, summary, means, ids, bits, bias of pages, o, lse)   (with unselected="centroids")
+
     before: o = sdpa(q, ...) of several query tokens, q [B, Hq, L, D]
     after:  ... select and sparse_attention of q as [B, Hq * L, 1, D]: more heads of the group; summarize(..., written)
 
@@ -31,6 +35,7 @@ from torch import fx
 
 from hsa_compile import algorithms, compat
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
+from hsa_compile.policy import THREE_LEVEL
 from hsa_compile.site import Attention, CacheUpdate, LayerPlan
 
 from .emit import Emitter
@@ -74,6 +79,18 @@ class State:
     summary: fx.Node
     covered: fx.Node
     pool: Pool | None
+    means: tuple[fx.Node, ...] = ()
+    """Of keys (what else is behind them in a row does not matter) and values, where the rest is estimated."""
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Graph inputs for what is kept beside one cache: summary and coverage of keys, those of ``LayerPlan.means``."""
+
+    summary: fx.Node
+    covered: fx.Node
+    pool: Pool | None
+    means: dict[str, tuple[fx.Node, fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -150,7 +167,7 @@ class _Rewriter:
         self.watched: list[
             tuple[LayerPlan, tuple[fx.Node, ...], fx.Node | None, tuple[fx.Node, ...]]
         ] = []
-        self.inputs: dict[int, tuple[fx.Node, fx.Node, Pool | None]] = {}
+        self.inputs: dict[int, _Inputs] = {}
         pooled = [plan.site for plan in plans if plan.pool_slots]
         self.on_host = {cache.write for site in pooled for cache in (site.keys, site.values)}
 
@@ -235,28 +252,32 @@ class _Rewriter:
         attention, policy = plan.site.attention, plan.policy
         read, q, out = tensor(attention.k), tensor(attention.q), tensor(attention.out)
         assert read is not None and q is not None and out is not None
-        accumulates = algorithms.get(policy.algorithm).accumulates
+        accumulates = algorithms.get(policy.score).accumulates
         with self.graph.inserting_before(attention.out):
             bias, bits = self.masks.packed(attention, keys, read, policy.page_size)
             position = self.positions.of(plan.site.keys, keys, read)
             query = self._as_heads(attention)
             described: tuple[object, ...] = (
-                *(keys, bits, position, policy.algorithm, policy.page_size),
+                *(keys, bits, position, policy.score, policy.page_size),
                 *((values, plan.pool_slots) if plan.pool_slots else ()),
                 # What its queries attended is its own.
                 *((attention.out,) if accumulates else ()),
+                *((values, plan.means) if plan.means else ()),
             )
             owns = described not in self.states
             if owns:
                 self.states[described] = self._state(at, keys, values, bits, position)
             state = self.states[described]
-            accumulated = (state.covered, policy.decay) if accumulates else ()
-            selected = self.emit.call(
-                _HSA.select_accumulated.default if accumulates else _HSA.select.default,
-                *(query, state.summary, bits, *accumulated),
-                *self._rule(plan, keys),
-                *self._beyond(plan, bias),
-            )
+            if policy.algorithm == THREE_LEVEL:
+                selected = self._strided(plan, keys, bits)
+            else:
+                accumulated = (state.covered, policy.decay) if accumulates else ()
+                selected = self.emit.call(
+                    _HSA.select_accumulated.default if accumulates else _HSA.select.default,
+                    *(query, state.summary, bits, *accumulated),
+                    *self._rule(plan, keys),
+                    *self._beyond(plan, bias),
+                )
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
             capped = (attention.softcap,) if attention.softcap or policy.dense_below else ()
@@ -278,9 +299,12 @@ class _Rewriter:
                     self.ahead.setdefault(read.device, []).extend(held)
                 if at in self.early:
                     moved = self.emit.call(operator.add, moved, self.early[at].moved)
+            selection = attended
+            if policy.estimates:
+                attended = self._with_rest(plan, state, query, (ids, bits, bias), selection)
             result = self.emit.call(operator.getitem, attended, 0)
             if policy.monitor:
-                lse = self.emit.call(operator.getitem, attended, 1)
+                lse = self.emit.call(operator.getitem, selection, 1)
                 self.watched.append((plan, (query, result, lse, bits), bias, (keys, values)))
             if attention.queries > 1:
                 apart = self.emit.method("unflatten", result, 1, (q.shape[1], attention.queries))
@@ -305,6 +329,41 @@ class _Rewriter:
                 erase_unused(self.graph, other)
         erase_unused(self.graph, attention.out)
 
+    def _strided(self, plan: LayerPlan, keys: fx.Node, bits: fx.Node) -> fx.Node:
+        """Pages by position; made once for all layers that agree in the mask and the budget."""
+        policy, read = plan.policy, keys.meta["example_value"]
+        rule = (plan.fraction, policy.sink, plan.recent)
+        sizes = tuple(compat.expression(size) for size in read.shape[:3])
+        key = ("strided", bits, sizes, policy.page_size, plan.slots, plan.budget_pages, rule)
+        if key not in self.made:
+            batch, kv_heads = read.shape[:2]
+            if not isinstance(batch, int):
+                batch = self.emit.method("size", keys, 0)
+            arguments = (bits, batch, int(kv_heads), policy.page_size, *self._budget(plan, keys))
+            self.made[key] = self.emit.call(_HSA.strided_pages.default, *arguments, *rule)
+        return self.made[key]
+
+    def _with_rest(
+        self,
+        plan: LayerPlan,
+        state: State,
+        query: fx.Node,
+        read: tuple[fx.Node, fx.Node, fx.Node | None],
+        selection: fx.Node,
+    ) -> fx.Node:
+        """Attention to the selection and an estimate of the rest; ``read`` are ids, packed mask and bias."""
+        ids, bits, bias = read
+        call, attention = self.emit.call, plan.site.attention
+        if plan.ahead:
+            ids = call(operator.getitem, ids, (..., slice(None, -plan.ahead)))
+        out, lse = (call(operator.getitem, selection, i) for i in range(2))
+        added = self.masks.of_pages(bias, plan.policy.page_size)
+        prototypes = plan.policy.prototypes if plan.policy.algorithm == THREE_LEVEL else 0
+        capped = (attention.softcap,) if attention.softcap or prototypes else ()
+        rest = (attention.scale, *capped, *((prototypes,) if prototypes else ()))
+        operands = (query, *state.means, ids, bits, added, out, lse)
+        return call(_HSA.estimate_rest.default, *operands, *rest)
+
     def _as_heads(self, attention: Attention) -> fx.Node:
         """The query ``[B, Hq, L, D]`` as ``[B, Hq * L, 1, D]``: tokens are heads of one group, next to each other."""
         if attention.queries == 1:
@@ -328,28 +387,48 @@ class _Rewriter:
 
     # -- state
 
-    def _inputs(self, at: int) -> tuple[fx.Node, fx.Node, Pool | None]:
-        """Graph inputs for what describes the keys, summary and coverage, and for a pool of their pages; made once."""
+    def _inputs(self, at: int) -> _Inputs:
+        """Graph inputs for what is kept beside the cache of a site; made once."""
         if at in self.inputs:
             return self.inputs[at]
         plan = self.plans[at]
-        policy, read = plan.policy, plan.site.attention.k.meta["example_value"]
-        number = len(self.inputs)
-        batch, heads, tokens, size = read.shape
-        pages = (tokens + policy.page_size - 1) // policy.page_size
-        made = []
-        rule = policy.algorithm
-        widths = (algorithms.summary_width(rule, size), algorithms.covered_width(rule))
-        for name, width, dtype in zip(
-            ("summary", "covered"), widths, (read.dtype, torch.int64), strict=True
-        ):
-            strides = (heads * width, width, batch * heads * width, 1) if plan.page_major else None
-            shape = (batch, heads, pages, width)
-            name = f"hsa_{name}_{number}"
-            made.append(self.emit.input(name, shape, dtype, read.device, strides))
+        attention, policy, number = plan.site.attention, plan.policy, len(self.inputs)
+        size = attention.k.meta["example_value"].shape[3]
+        widths = (
+            (algorithms.summary_width(policy.score, size), None),
+            (algorithms.covered_width(policy.score), torch.int64),
+        )
+        summary, covered = (
+            self._of_pages(f"hsa_{name}_{number}", plan, attention.k, width, dtype)
+            for name, (width, dtype) in zip(("summary", "covered"), widths, strict=True)
+        )
         pool = pool_inputs(self.emit, plan, number) if plan.pool_slots else None
-        self.inputs[at] = (made[0], made[1], pool)
+        means: dict[str, tuple[fx.Node, fx.Node]] = {}
+        for what in plan.means:
+            held = attention.k if what == "keys" else attention.v
+            width = held.meta["example_value"].shape[3]
+            means[what] = (
+                self._of_pages(f"hsa_means_{what}_{number}", plan, held, width),
+                self._of_pages(f"hsa_covered_{what}_{number}", plan, held, 2, torch.int64),
+            )
+        self.inputs[at] = _Inputs(summary, covered, pool, means)
         return self.inputs[at]
+
+    def _of_pages(
+        self,
+        name: str,
+        plan: LayerPlan,
+        cache: fx.Node,
+        width: int,
+        dtype: torch.dtype | None = None,
+    ) -> fx.Node:
+        """An input ``[B, Hkv, P, width]`` for the pages of ``cache``, in its dtype by default."""
+        read = cache.meta["example_value"]
+        batch, heads, tokens, _ = read.shape
+        pages = (tokens + plan.policy.page_size - 1) // plan.policy.page_size
+        strides = (heads * width, width, batch * heads * width, 1) if plan.page_major else None
+        shape = (batch, heads, pages, width)
+        return self.emit.input(name, shape, dtype or read.dtype, read.device, strides)
 
     def _state(
         self, at: int, keys: fx.Node, values: fx.Node, bits: fx.Node, position: fx.Node
@@ -357,17 +436,26 @@ class _Rewriter:
         """The inputs that describe the keys, and the ops that keep them true."""
         plan, early = self.plans[at], self.early.get(at)
         policy = plan.policy
-        summary, covered, pool = self._inputs(at)
+        inputs = self._inputs(at)
+        summary, covered, pool = inputs.summary, inputs.covered, inputs.pool
         tail: tuple[fx.Node, ...] = ()
         if pool is not None:
             if early is not None:
                 join(self.emit, early.held, pool.table, early.moved)
             tail = (append(self.emit, plan, keys, values, bits, position, covered, pool),)
-        arguments = (keys, bits, position, summary, covered, policy.algorithm, policy.page_size)
+        arguments = (keys, bits, position, summary, covered, policy.score, policy.page_size)
         written = plan.site.keys.tokens
         rest = tail if written == 1 else (None, written)
         self.emit.call(_HSA.summarize.default, *arguments, *rest)
-        return State(summary, covered, pool)
+        # These read their page from the cache even where a pool holds it: which of it to trust is known of keys alone.
+        rest = () if written == 1 else (None, written)
+        for what, (held, its) in inputs.means.items():
+            cache = keys if what == "keys" else values
+            arguments = (cache, bits, position, held, its, "mean", policy.page_size)
+            self.emit.call(_HSA.summarize.default, *arguments, *rest)
+        means = {"keys": summary} | {what: held for what, (held, _) in inputs.means.items()}
+        of_both = (means["keys"], means["values"]) if plan.means else ()
+        return State(summary, covered, pool, of_both)
 
     def _look_ahead(self, at: int, later: int) -> None:
         """Around the attention of one layer, guess the query of a later one and fetch what it would select."""
@@ -376,7 +464,7 @@ class _Rewriter:
         if ahead is None or not self.moves:
             return
         self._inputs(at)  # the inputs stand in the order of the layers
-        summary, _, pool = self._inputs(later)
+        summary, pool = self._inputs(later).summary, self._inputs(later).pool
         assert pool is not None
         read, mine = (tensor(p.site.attention.k) for p in (plan, now))
         assert read is not None and mine is not None

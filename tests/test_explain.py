@@ -77,6 +77,11 @@ def test_bytes_and_break_even_by_hand() -> None:
     assert dense.subs(length, 1000) == 1000 * 4 * 32 * 4
     # 48 tokens of budget are 3 pages; sinks, recent tokens and the newest may touch 1 + 2
     assert sparse.subs(length, 1024) == 64 * 4 * (128 + 24) + 4 * 32 * 4 * 64
+    means = {**POLICY, "unselected": "centroids"}
+    site_of_means = hsa_compile.explain(model, *inputs, options={"policy": means}).sites[0]
+    more = sympy.sympify(site_of_means.bytes_sparse, {"S": length}) - sparse
+    # Quest: the mean of keys and that of values, 16 fp32 each, with their words.
+    assert more.subs(length, 1024) == 64 * 4 * 2 * (64 + 24)
     crossing = site.break_even
     assert sparse.subs(length, crossing + 16) < dense.subs(length, crossing + 16)
     assert sparse.subs(length, crossing - 16) > dense.subs(length, crossing - 16)

@@ -37,7 +37,7 @@ def says(*parts: str) -> str:
 def test_the_default_layer():
     assert LayerPolicy() == LayerPolicy("cuboid", 2048, "auto", 4, 64, "softmax_mean", "device")
     assert PRESETS["default"] == PRESETS["cuboid"] == LayerPolicy()
-    names = ("dense", "cuboid", "heavy_hitters", "mean", "quest", "streaming")
+    names = ("dense", "cuboid", "heavy_hitters", "mean", "quest", "streaming", "three_level")
     assert algorithm_names() == names
 
 
@@ -90,6 +90,10 @@ def test_the_default_layer():
         ("dense_below", 1.5, ["dense_below 1.5", "a number from 0 to 1"]),
         ("dense_below", True, ["dense_below True", "a number from 0 to 1"]),
         ("dense_below", float("nan"), ["dense_below nan", "a number from 0 to 1"]),
+        ("unselected", "centroid", ["unselected 'centroid'", "mean 'centroids'?"]),
+        ("prototypes", 0, ["prototypes 0 is not valid", "an int from 1 to 1024"]),
+        ("prototypes", 64.0, ["prototypes 64.0", "an int from 1 to 1024"]),
+        ("unselected", None, ["unselected None", "'drop', 'centroids'"]),
         ("monitor", -1, ["monitor -1 is not valid", "an int >= 0 (steps; 0 is never)"]),
         ("monitor", 1.0, ["monitor 1.0", "an int >= 0"]),
         ("monitor_bound", 2, ["monitor_bound 2 is not valid", "a number from 0 to 1"]),
@@ -191,6 +195,22 @@ def test_a_decay_in_words() -> None:
     assert "decay" not in describe(LayerPolicy(decay=0.5))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"unselected": "centroids"}, "unselected 'centroids' is not valid; valid: 'drop' with"),
+        ({"prefetch": "next_rank"}, "prefetch 'next_rank' is not valid; valid: 'none' with"),
+        ({"top_p": 0.9}, "top_p 0.9 is not valid; valid: 1 with algorithm 'three_level'"),
+    ],
+    ids=str,
+)
+def test_what_three_levels_have_no_use_for(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        LayerPolicy(algorithm="three_level", **fields)
+    assert str(caught.value).startswith(message)
+    assert "three_level" in str(caught.value)
+
+
 def test_a_share_in_words() -> None:
     layer = LayerPolicy(top_p=0.9)
     assert layer.stops == (0.9, 8)
@@ -279,6 +299,11 @@ def test_one_token_is_not_everything():
             LayerPolicy("quest", 0.125, 16, 0, 1, "max"),
             "quest budget=0.125 page=16 sink=0 recent=1 group_reduce=max",
         ),
+        (
+            LayerPolicy(algorithm="three_level", budget=512, prototypes=32),
+            "three_level budget=512 page=auto sink=4 recent=64 prototypes=32",
+        ),
+        (LayerPolicy(unselected="centroids"), describe(LayerPolicy()) + " unselected=centroids"),
         # Where it has no effect it is not described.
         (LayerPolicy(pool=3, prefetch="cross_layer"), describe(LayerPolicy())),
         (LayerPolicy("dense", placement="host", prefetch="cross_layer"), "dense placement=host"),

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from hsa_compile import LayerPolicy, Policy, algorithms
 from hsa_compile.ops.page_mask import attendable, unpack
 from hsa_compile.ops.select import FRACTION_UNIT
-from hsa_compile.policy import LayerName
+from hsa_compile.policy import THREE_LEVEL, LayerName
 
 RECORDING = "recorded_for_accuracy"
 
@@ -121,12 +121,17 @@ class Step:
     def selected(self, policy: LayerPolicy) -> Tensor:
         """The pages that a step reads, ``[B, Hkv, P]`` int32, ascending and padded with -1."""
         policy = policy.at_length(self.keys.shape[2])
-        summary, bits = self._summary(policy.algorithm, policy.page_size)
+        summary, bits = self._summary(policy.score, policy.page_size)
         whole = not isinstance(policy.budget, float)
         budget = policy.pages(0) if whole else 0
         fraction = 0 if whole else round(policy.budget * FRACTION_UNIT)
         additive = self.mask.dtype != torch.bool
         bias = torch.ops.hsa.page_bias(self.mask, policy.page_size) if additive else None
+        if policy.algorithm == THREE_LEVEL:
+            return torch.ops.hsa.strided_pages(
+                *(bits, *summary.shape[:2], policy.page_size, summary.shape[2], budget, fraction),
+                *(policy.sink, policy.recent),
+            )[0]
         return torch.ops.hsa.select(
             *(self.q, summary, bits, self.scale, policy.algorithm, policy.page_size),
             *(summary.shape[2], budget, fraction, policy.sink, policy.recent, policy.group_reduce),
@@ -141,7 +146,7 @@ class Step:
         ids = self.selected(policy).long()
         mass = page_mass(self.mass, policy.page_size)
         got = torch.where(ids >= 0, mass.gather(-1, ids.clamp(min=0)), 0.0).sum(-1)
-        _, bits = self._summary(policy.algorithm, policy.page_size)
+        _, bits = self._summary(policy.score, policy.page_size)
         batch, kv_heads, _ = mass.shape
         words = bits.expand(batch, -1, -1)
         tokens = unpack(words, policy.page_size)

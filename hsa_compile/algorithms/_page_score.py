@@ -45,6 +45,7 @@ class PageScore:
         kernel: the same for GPUs; without it, layers on a GPU are left as they are.
         source: the paper or system that it comes from.
         accumulates: pages are ranked by what they had of the softmax in all steps so far, not in this one alone.
+        mean_first: part 0 of a summary is the mean of the keys.
     """
 
     name: str
@@ -54,6 +55,7 @@ class PageScore:
     kernel: PageKernel | None = None
     source: str = ""
     accumulates: bool = False
+    mean_first: bool = False
 
     def check(self, taken: tuple[str, ...]) -> None:
         """Refuse what the ops could not use.

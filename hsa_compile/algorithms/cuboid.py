@@ -37,4 +37,5 @@ part_1 = tl.sum(tl.where(read, tl.abs(tile - part_0[None, :]), 0.0), 0) / count
         query="met = tl.abs(query) if part == 1 else query",
     ),
     "ArkVale (Chen et al., 2024)",
+    mean_first=True,
 )

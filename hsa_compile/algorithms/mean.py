@@ -24,4 +24,5 @@ MEAN = PageScore(
     summarize,
     expand_query,
     PageKernel(summary="part_0 = tl.sum(tile, 0) / count", query="met = query"),
+    mean_first=True,
 )

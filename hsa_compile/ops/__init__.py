@@ -16,6 +16,7 @@ from . import (
     aten,
     checked_position,
     diff,
+    estimate_rest,
     fetch,
     fetch_attention,
     index_scores,
@@ -27,6 +28,7 @@ from . import (
     select,
     select_accumulated,
     sparse_attention,
+    strided_pages,
     summarize,
 )
 from ._library import implement
@@ -38,6 +40,7 @@ implement("summarize", summarize.summarize, summarize.fake)
 implement("select", aten.select, select.fake)
 implement("select_accumulated", select_accumulated.select_accumulated, select_accumulated.fake)
 implement("accumulate", select_accumulated.accumulate, select_accumulated.fake_accumulate)
+implement("strided_pages", strided_pages.strided_pages, strided_pages.fake)
 implement("append", append.append, append.fake)
 implement("diff", diff.diff, diff.fake)
 implement("fetch", fetch.fetch, fetch.fake)
@@ -47,6 +50,7 @@ implement("prefetch_select", prefetch_select.prefetch_select, prefetch_select.fa
 implement("join_prefetch", join_prefetch.join_prefetch, join_prefetch.fake)
 implement("index_scores", index_scores.index_scores, index_scores.fake)
 implement("sparse_attention", aten.sparse_attention, sparse_attention.fake)
+implement("estimate_rest", estimate_rest.estimate_rest, estimate_rest.fake)
 
 
 def _on_cpu(function: Callable[..., object]) -> Callable[..., object]:
@@ -62,7 +66,9 @@ def _on_cpu(function: Callable[..., object]) -> Callable[..., object]:
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {
     torch.ops.hsa.page_mask.default: page_mask.page_mask,
     torch.ops.hsa.page_bias.default: page_bias.page_bias,
+    torch.ops.hsa.strided_pages.default: strided_pages.strided_pages,
+    torch.ops.hsa.estimate_rest.default: estimate_rest.estimate_rest,
     torch.ops.hsa.select.default: _on_cpu(aten.select),
     torch.ops.hsa.sparse_attention.default: _on_cpu(aten.sparse_attention),
 }
-"""Ops that Inductor is to see as ATen: the mask everywhere, the others on a CPU."""
+"""Ops that Inductor is to see as ATen: the mask and what is over pages alone everywhere, the others on a CPU."""

@@ -14,6 +14,7 @@ How an expression is spelled decides what Inductor makes of it on a CPU:
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -195,6 +196,55 @@ def summarize(
     return None
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What the budget says of each row and KV head, before any score: see ``hsa_compile.ops.select``.
+
+    present, always and in_page (tokens) are ``[Bm, 1 or Hkv, P]``, length ``[Bm, 1 or Hkv]``, within and bought (pages)
+    ``[Bm, 1 or Hkv, 1]``.
+    """
+
+    present: Tensor
+    always: Tensor
+    in_page: Tensor
+    length: Tensor
+    within: Tensor
+    bought: Tensor | IntLikeType
+
+
+def rows_of_budget(
+    union: Tensor,
+    page_size: int,
+    budget_pages: IntLikeType,
+    fraction: int,
+    sink: int,
+    recent: int,
+    head_pages: Sequence[int] = (),
+) -> Rows:
+    """``union [Bm, 1 or Hkv, P]`` are the words of each KV head."""
+    pages = union.shape[-1]
+    present = union != 0
+    begin = torch.arange(pages, device=union.device) * page_size
+    # Inductor unrolls reductions over few pages: their operands are not to be computed in each copy.
+    in_page = _materialise(popcount(union).contiguous())
+    lowest = _materialise((begin + lowest_bit(union)).contiguous())
+    highest = _materialise((begin + highest_bit(union)).contiguous())
+    length = in_page.sum(-1)
+    first = torch.where(present, lowest, pages * page_size).amin(-1, keepdim=True)
+    last = torch.where(present, highest, -1).amax(-1, keepdim=True)
+    always = present & ((lowest < first + sink) | (highest > last - max(recent, 1)))
+    bought: Tensor | IntLikeType = budget_pages
+    if head_pages:
+        head = torch.arange(len(head_pages), device=union.device).unsqueeze(-1)
+        bought = torch.zeros_like(head)
+        for at, count in enumerate(head_pages):
+            bought = torch.where(head == at, count, bought)
+    if fraction:
+        bought = (-(-(fraction * length) // (page_size * FRACTION_UNIT))).unsqueeze(-1)
+    within = length.unsqueeze(-1) <= bought * page_size
+    return Rows(present, always, in_page, length, within, bought)
+
+
 def select(
     q: Tensor,
     summary: Tensor,
@@ -218,27 +268,10 @@ def select(
     """See ``hsa_compile.ops.select``."""
     batch, kv_heads, pages = summary.shape[:3]
     union = kv_head_words(bits, kv_heads)
-    present = union != 0
-    index = torch.arange(pages, device=q.device)
-    begin = index * page_size
-    # Inductor unrolls reductions over few pages: their operands are not to be computed in each copy.
-    in_page = _materialise(popcount(union).contiguous())
-    lowest = _materialise((begin + lowest_bit(union)).contiguous())
-    highest = _materialise((begin + highest_bit(union)).contiguous())
-    length = in_page.sum(-1)
-    first = torch.where(present, lowest, pages * page_size).amin(-1, keepdim=True)
-    last = torch.where(present, highest, -1).amax(-1, keepdim=True)
-    always = present & ((lowest < first + sink) | (highest > last - max(recent, 1)))
+    row = rows_of_budget(union, page_size, budget_pages, fraction, sink, recent, head_pages)
+    present, always, within, bought = row.present, row.always, row.within, row.bought
+    in_page, length = row.in_page, row.length
     always_count = always.sum(-1, keepdim=True)
-    bought: Tensor | IntLikeType = budget_pages
-    if head_pages:
-        head = torch.arange(kv_heads, device=q.device).unsqueeze(-1)
-        bought = torch.zeros_like(head)
-        for at, count in enumerate(head_pages):
-            bought = torch.where(head == at, count, bought)
-    if fraction:
-        bought = (-(-(fraction * length) // (page_size * FRACTION_UNIT))).unsqueeze(-1)
-    within = length.unsqueeze(-1) <= bought * page_size
     rank = page_ranks(q, summary, bits, scale, algorithm, group_reduce, bias)
     # Where the cache is shorter than the budget, its length bounds the work, and padding makes up the shape.
     count = torch.sym_min(slots + more, pages)

@@ -60,7 +60,11 @@ def bind(
     outputs = next(iter(reversed(original.nodes))).args[0]
     names = [node.name if isinstance(node, fx.Node) else None for node in outputs]  # type: ignore[union-attr]
     owners = [site for site in rewritten.sites if site.owns_summary]
-    summaries = tuple(_summary(site, at, readers, grown, names) for site in owners)
+    summaries = tuple(
+        _summary(site, what, at, readers, grown, names)
+        for site in owners
+        for what in (None, *site.plan.means)
+    )
     summaries = _told_apart(summaries)
     return (
         Bindings(
@@ -81,29 +85,32 @@ def bind(
 
 def _summary(
     site: SparseSite,
+    means: str | None,
     at: dict[fx.Node, int],
     readers: Any,
     grown: set[fx.Node],
     outputs: list[str | None],
 ) -> SummaryBinding:
-    policy, cache = site.plan.policy, site.plan.site.keys
-    read: Tensor = site.plan.site.attention.k.meta["example_value"]
+    """What describes the pages of a site: the summaries that they are scored by, or means of its keys or values."""
+    policy, attention, of_values = site.plan.policy, site.plan.site.attention, means == "values"
+    cache = site.plan.site.values if of_values else site.plan.site.keys
+    read: Tensor = (attention.v if of_values else attention.k).meta["example_value"]
     batch, heads, tokens, size = read.shape
     pages = (tokens + policy.page_size - 1) // policy.page_size
-    value: Tensor = site.plan.site.attention.v.meta["example_value"]
+    pool_slots = 0 if means else site.plan.pool_slots
     layout = SummaryLayout(
-        policy.algorithm,
+        "mean" if means else policy.score,
         policy.page_size,
         int(heads),
         int(size),
         read.dtype,
-        int(value.shape[3]) if site.plan.pool_slots else 0,
-        site.plan.pool_slots,
+        int(attention.v.meta["example_value"].shape[3]) if pool_slots else 0,
+        pool_slots,
     )
     base: Tensor = cache.base.meta["example_value"]
     offset = 0 if cache.kind == "dynamic" else read.storage_offset() - base.storage_offset()
     return SummaryBinding(
-        argument=at[site.cache_input],
+        argument=at[site.values_input if of_values else site.cache_input],
         layout=layout,
         batch=size_reader(batch, readers),
         pages=size_reader(pages, readers),
@@ -111,7 +118,7 @@ def _summary(
         offset=int(offset),
         growing=site.cache_input in grown,
         moves_to=outputs.index(cache.write.name) if cache.kind == "functional" else None,
-        values=at[site.values_input] if site.plan.pool_slots else None,
+        values=at[site.values_input] if pool_slots else None,
         only_read=cache.kind == "fixed",
         overrun=None if site.write is None else _overrun(site.write, at, readers),
     )

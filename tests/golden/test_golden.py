@@ -446,6 +446,75 @@ return [2, 1, 64] f32
 """,
         )
 
+    def test_the_rest_as_means(self) -> None:
+        """Quest keeps no mean of keys, so it is kept beside; cuboids begin with it."""
+        call = {"x": torch.randn(2, 1, 64), "input_pos": torch.tensor([100])}
+        policy = {**POLICY, "algorithm": "quest", "unselected": "centroids"}
+        self.assertExpectedInline(
+            format_graph(lowered(GptFast(), call, policy=policy)),
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 32] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_means_keys_0 = input [2, 2, 8, 16] f32
+hsa_covered_keys_0 = input [2, 2, 8, 2] i64
+hsa_means_values_0 = input [2, 2, 8, 16] f32
+hsa_covered_values_0 = input [2, 2, 8, 2] i64
+hsa_counters_0 = input [1, 2] i64
+position_0 = hsa.checked_position([1] i64, 128, True)
+setitem(keys_0, (:, :, position_0), [2, 2, 1, 16] f32)
+setitem(values_0, (:, :, position_0), [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([1, 1, 1, 128] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, quest, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_means_keys_0, hsa_covered_keys_0, mean, 16)
+hsa.summarize(values_0, bits_0, [1] i64, hsa_means_values_0, hsa_covered_values_0, mean, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, quest, 16, 5, 4, 0, 4, 16, softmax_mean)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, None, bits_0, None, 0.25, 16)
+all_0, total_0 = hsa.estimate_rest([2, 4, 1, 16] f32, hsa_means_keys_0, hsa_means_values_0, ids_0, bits_0, None, out_0, lse_0, 0.25)
+return [2, 1, 64] f32
+""",
+        )
+
+    def test_three_levels(self) -> None:
+        """Layers share the pages; what is kept of them are means alone."""
+        graph = decode_graph("llama", "static", algorithm="three_level", prototypes=8)
+        self.assertExpectedInline(
+            graph,
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+keys_1 = input [2, 2, 128, 16] f32
+values_1 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 16] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_means_values_0 = input [2, 2, 8, 16] f32
+hsa_covered_values_0 = input [2, 2, 8, 2] i64
+hsa_summary_1 = input [2, 2, 8, 16] f32
+hsa_covered_1 = input [2, 2, 8, 2] i64
+hsa_means_values_1 = input [2, 2, 8, 16] f32
+hsa_covered_values_1 = input [2, 2, 8, 2] i64
+hsa_counters_0 = input [2, 2] i64
+position_0 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
+index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, mean, 16)
+hsa.summarize(values_0, bits_0, [1] i64, hsa_means_values_0, hsa_covered_values_0, mean, 16)
+ids_0, counts_0 = hsa.strided_pages(bits_0, 2, 2, 16, 5, 4, 0, 4, 16)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, ids_0, None, bits_0, None, 0.25, 16)
+all_0, total_0 = hsa.estimate_rest([2, 4, 1, 16] f32, hsa_summary_0, hsa_means_values_0, ids_0, bits_0, None, out_0, lse_0, 0.25, 0, 8)
+position_1 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_1, 2, position_1, [2, 2, 1, 16] f32)
+index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
+hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, mean, 16)
+hsa.summarize(values_1, bits_0, [1] i64, hsa_means_values_1, hsa_covered_values_1, mean, 16)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, ids_0, None, bits_0, None, 0.25, 16)
+all_1, total_1 = hsa.estimate_rest([2, 4, 1, 16] f32, hsa_summary_1, hsa_means_values_1, ids_0, bits_0, None, out_1, lse_1, 0.25, 0, 8)
+return [2, 1, 128] f32
+""",
+        )
+
     def test_several_tokens(self) -> None:
         call = {"x": torch.randn(2, 5, 64), "input_pos": torch.arange(100, 105)}
         result = lowered(GptFast(), call, policy=POLICY)

@@ -33,7 +33,11 @@ def steps(model, run: str, mode: str | None, number: int = 12, **policy: object)
         {"top_p": 0.5, "min_budget": 64},
         {"algorithm": "streaming"},
         {"algorithm": "heavy_hitters", "decay": 0.9},
+        {"unselected": "centroids"},
+        {"unselected": "centroids", "algorithm": "quest"},
+        {"algorithm": "three_level", "prototypes": 8},
     ],
+    ids=str,
 )
 def test_as_the_eager_ops(policy: dict[str, object], placement: str) -> None:
     model = tiny_llama(torch.float32)

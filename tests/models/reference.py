@@ -1,7 +1,8 @@
 """The rule in plain PyTorch, as an attention function of transformers: no state, no history, nothing compiled.
 
 Every decode step recomputes all page summaries from the keys and the mask that attention is given, selects with
-``select_reference`` and attends with ``sparse_attention_reference``.
+``select_reference``, attends with ``sparse_attention_reference`` and estimates the rest with
+``estimate_rest_reference``.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from torch.nn import functional as F
 
 from hsa_compile import LayerPolicy, algorithms
 from hsa_compile.lowering.limits import MAX_STEP
+from hsa_compile.ops.estimate_rest import estimate_rest_reference
 from hsa_compile.ops.page_mask import attendable, page_mask
 from hsa_compile.ops.select import FRACTION_UNIT, select_reference
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
+from hsa_compile.ops.strided_pages import strided_pages_reference
 
 from .helpers import transformers
 
 _NAME = "plain_page_sparse"
 
 
-def page_summaries(keys: Tensor, mask: Tensor, policy: LayerPolicy) -> Tensor:
-    """Summaries ``[B, Hkv, P, R]`` of ``keys [B, Hkv, S, D]``.
+def page_summaries(
+    keys: Tensor, mask: Tensor, policy: LayerPolicy, algorithm: str | None = None
+) -> Tensor:
+    """Summaries ``[B, Hkv, P, R]`` of ``keys [B, Hkv, S, D]``, by the policy's algorithm or another.
 
     They are over the tokens that any query head of the group attends: mask ``[B, 1 or Hq, 1, S]``, boolean.
     """
@@ -38,7 +43,8 @@ def page_summaries(keys: Tensor, mask: Tensor, policy: LayerPolicy) -> Tensor:
     if heads.shape[1] > 1:
         heads = heads.unflatten(1, (keys.shape[1], -1)).any(2)
     present = F.pad(heads, (0, spare)).unflatten(2, (-1, policy.page_size)).unsqueeze(-1)
-    summary = algorithms.get(policy.algorithm).summarize(paged, present.expand_as(paged[..., :1]))
+    score = algorithms.get(policy.score if algorithm is None else algorithm)
+    summary = score.summarize(paged, present.expand_as(paged[..., :1]))
     return summary.masked_fill(~present.any(-2), 0)
 
 
@@ -75,29 +81,41 @@ def sparse_attention(
     summary = page_summaries(keys, attendable(mask), policy)
     whole, each = not isinstance(policy.budget, float), policy.budget
     each = each if isinstance(each, tuple) else ()
-    ids, _ = select_reference(
-        q,
-        summary,
-        bits,
-        scale,
-        policy.algorithm,
+    rule = (
         policy.page_size,
         bits.shape[-1],
         ceil(policy.budget / policy.page_size) if whole and not each else 0,
         0 if whole else round(policy.budget * FRACTION_UNIT),
         policy.sink,
         policy.recent,
-        policy.group_reduce,
-        bias=None if mask.dtype == torch.bool else mean_bias(mask, policy.page_size),
-        top_p=policy.top_p,
-        floor=ceil(policy.min_budget / policy.page_size),
-        head_pages=[ceil(tokens / policy.page_size) for tokens in each],
-        dense_below=policy.dense_below,
     )
+    if policy.algorithm == "three_level":
+        ids, _ = strided_pages_reference(bits, *keys.shape[:2], *rule)
+    else:
+        ids, _ = select_reference(
+            q,
+            summary,
+            bits,
+            scale,
+            policy.algorithm,
+            *rule,
+            policy.group_reduce,
+            bias=None if mask.dtype == torch.bool else mean_bias(mask, policy.page_size),
+            top_p=policy.top_p,
+            floor=ceil(policy.min_budget / policy.page_size),
+            head_pages=[ceil(tokens / policy.page_size) for tokens in each],
+            dense_below=policy.dense_below,
+        )
     bias = None if mask.dtype == torch.bool else mask
     out, lse = sparse_attention_reference(
         q, keys, values, ids, None, bits, bias, scale, policy.page_size, softcap
     )
+    if policy.estimates:
+        means = (page_summaries(x, attendable(mask), policy, "mean") for x in (keys, values))
+        added = None if bias is None else mean_bias(mask, policy.page_size)
+        prototypes = policy.prototypes if policy.algorithm == "three_level" else 0
+        rest = (scale, softcap, prototypes)
+        out, lse = estimate_rest_reference(q, *means, ids, bits, added, out, lse, *rest)
     if sink is None:
         return out
     # exp(lse) is the sum of the exponentials; the sink is one more.

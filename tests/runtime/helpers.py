@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hsa_compile import algorithms
+from hsa_compile.ops.estimate_rest import estimate_rest_reference
 from hsa_compile.ops.page_mask import page_mask, unpack
 from hsa_compile.ops.select import forced_pages, select_reference
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
@@ -51,9 +52,18 @@ def prefill(model: Decoder, keys: Tensor, values: Tensor, x: Tensor, start: int 
 
 
 def reference_step(
-    model: Decoder, x: Tensor, keys: Tensor, values: Tensor, position: int, read: int | None = None
+    model: Decoder,
+    x: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    read: int | None = None,
+    estimates: bool = False,
 ) -> Tensor:
-    """What a step must give, from the content of the cache (its first ``read`` tokens): no state, no history."""
+    """What a step must give, from the content of the cache (its first ``read`` tokens): no state, no history.
+
+    With ``estimates`` the means of the pages that are left out take part.
+    """
     q, k, v = model.qkv(x)
     keys[:, :, position], values[:, :, position] = k[:, :, 0], v[:, :, 0]
     keys, values = keys[:, :, :read], values[:, :, :read]
@@ -62,13 +72,20 @@ def reference_step(
     pages = bits.shape[-1]
     batch = x.shape[0]
     present = unpack(bits.expand(batch, KV_HEADS, pages), PAGE).unsqueeze(-1)
-    paged = keys.unflatten(2, (pages, PAGE))
-    summary = algorithms.get("quest").summarize(paged.masked_fill(~present, 0), present)
-    summary = summary.masked_fill(~present.any(-2), 0)
+
+    def of_pages(algorithm: str, cache: Tensor) -> Tensor:
+        paged = cache.unflatten(2, (pages, PAGE)).masked_fill(~present, 0)
+        return algorithms.get(algorithm).summarize(paged, present).masked_fill(~present.any(-2), 0)
+
+    summary = of_pages("quest", keys)
     budget = POLICY["budget"] // PAGE
     slots = min(max(budget, forced_pages(4, 16, PAGE)), pages)
     scale = SIZE**-0.5
     ids, _ = select_reference(
         q, summary, bits, scale, "quest", PAGE, slots, budget, 0, 4, 16, "softmax_mean"
     )
-    return sparse_attention_reference(q, keys, values, ids, None, bits, None, scale, PAGE)[0]
+    attended = sparse_attention_reference(q, keys, values, ids, None, bits, None, scale, PAGE)
+    if estimates:
+        means = (of_pages("mean", cache) for cache in (keys, values))
+        attended = estimate_rest_reference(q, *means, ids, bits, None, *attended, scale)
+    return attended[0]

@@ -53,7 +53,7 @@ def prefix(model: Growing, length: int, batch: int = 2) -> tuple[Tensor, Tensor]
 
 
 def expected(
-    model: Growing, x: Tensor, keys: Tensor, values: Tensor
+    model: Growing, x: Tensor, keys: Tensor, values: Tensor, estimates: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rule on a cache padded with one free slot."""
     room = (keys.shape[0], KV_HEADS, 1, SIZE)
@@ -61,7 +61,7 @@ def expected(
     values = torch.cat((values, torch.zeros(room)), 2)
     padded = -keys.shape[2] % 16
     wide = [nn.functional.pad(t, (0, 0, 0, padded)) for t in (keys, values)]
-    out = reference_step(model, x, *wide, keys.shape[2] - 1)
+    out = reference_step(model, x, *wide, keys.shape[2] - 1, estimates=estimates)
     return out, wide[0][:, :, : keys.shape[2]], wide[1][:, :, : keys.shape[2]]
 
 
