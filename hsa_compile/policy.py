@@ -34,6 +34,8 @@ PLACEMENTS = ("device", "host")
 MAX_POOL = 64
 PREFETCHES = ("none", "next_rank", "cross_layer")
 MAX_AHEAD = 4
+GRANULARITIES = ("page", "two_stage")
+MAX_FIRST_STAGE = 64
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ class LayerPolicy:
         monitor: every how many steps one KV head is attended densely beside the step, to measure what the selection
             captured (>= 0); 0 is never. See ``hsa_compile.stats``.
         monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
+        granularity: what the budget buys: "page": pages; "two_stage": of ``first_stage`` times as many tokens in pages,
+            the single tokens whose own keys score best.
+        first_stage: tokens that "two_stage" selects as pages, as a multiple of the budget (>= 1).
 
     Raises:
         PolicyError: a field is out of range or of the wrong type.
@@ -82,6 +87,8 @@ class LayerPolicy:
     min_budget: int = 256
     monitor: int = 0
     monitor_bound: float = 0.0
+    granularity: str = "page"
+    first_stage: float = 4.0
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -126,6 +133,31 @@ class LayerPolicy:
 
         self._check_top_p()
         self._check_monitor()
+        self._check_granularity()
+
+    def _check_granularity(self) -> None:
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        if (
+            type(self.first_stage) not in (int, float)
+            or not 1 <= self.first_stage <= MAX_FIRST_STAGE
+        ):
+            refuse(
+                "first_stage",
+                self.first_stage,
+                f"a number from 1 to {MAX_FIRST_STAGE}, times the budget",
+            )
+        object.__setattr__(self, "first_stage", float(self.first_stage))
+        if self.granularity == "page" or self.algorithm == "dense":
+            return
+        why = f"with granularity {self.granularity!r}"
+        if self.placement != "device":
+            refuse("placement", self.placement, f"'device' {why}: the host tier moves whole pages")
+        if self.prefetch != "none":
+            refuse("prefetch", self.prefetch, f"'none' {why}: pages are loaded ahead, not tokens")
+        if self.top_p != 1:
+            refuse("top_p", self.top_p, f"1 {why}: a share of the softmax is estimated of pages")
+        if self.algorithm == "streaming":
+            refuse("algorithm", self.algorithm, f"one with page scores, such as 'cuboid', {why}")
 
     def _check_monitor(self) -> None:
         if type(self.monitor) is not int or self.monitor < 0:
@@ -192,9 +224,26 @@ class LayerPolicy:
         A fraction is the decimal that was written: 0.07 of 100 tokens is 7. Pages that sink and
         recent force in beyond the budget are not added. "dense" pays for every page.
         """
+        return math.ceil(self._tokens(length) / self.page_size)
+
+    def holds(self, length: int) -> bool:
+        """Whether the budget pays for everything at a static attendable ``length`` (tokens)."""
+        if self.granularity != "page":
+            return self._tokens(length) >= length
+        return self.pages(length) * self.page_size >= length
+
+    def _tokens(self, length: int) -> Fraction:
         budget = 1.0 if self.algorithm == "dense" else self.budget
-        tokens = budget if isinstance(budget, int) else Fraction(repr(budget)) * length
-        return math.ceil(Fraction(tokens, self.page_size))
+        return Fraction(budget) if isinstance(budget, int) else Fraction(repr(budget)) * length
+
+    @property
+    def of_pages(self) -> "LayerPolicy":
+        """The policy that pages are selected by: with "two_stage" a larger budget, else this one."""
+        if self.granularity != "two_stage":
+            return self
+        budget = self.first_stage * self.budget
+        first = math.ceil(budget) if isinstance(self.budget, int) else min(1.0, budget)
+        return dataclasses.replace(self, granularity="page", budget=first)
 
 
 def algorithm_names() -> tuple[str, ...]:
@@ -231,6 +280,10 @@ def describe(policy: LayerPolicy) -> str:
             parts += [f"top_p={policy.top_p:g}", f"min={policy.min_budget}"]
         if policy.group_reduce != usual.group_reduce:
             parts.append(f"group_reduce={policy.group_reduce}")
+        if policy.granularity != usual.granularity:
+            parts.append(f"granularity={policy.granularity}")
+        if policy.granularity == "two_stage":
+            parts.append(f"first_stage={policy.first_stage:g}")
     if policy.placement != usual.placement:
         parts.append(f"placement={policy.placement}")
         if policy.algorithm != "dense":

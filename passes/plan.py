@@ -13,6 +13,7 @@ import torch
 
 from hsa_compile import algorithms
 from hsa_compile.lowering.limits import kernel_limits, pool_limits
+from hsa_compile.ops.refine import forced_tokens
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.policy import LayerName, LayerPolicy, Policy
 from hsa_compile.site import (
@@ -21,6 +22,7 @@ from hsa_compile.site import (
     ChosenSite,
     LayerPlan,
     Reject,
+    TokenBudget,
     recent_tokens,
 )
 
@@ -79,7 +81,7 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     tokens = k.shape[2]
     # A growing cache is rewritten from its first step, whatever its length: the trace that follows is symbolic.
     fixed = site.keys.kind != "dynamic" and isinstance(tokens, int)
-    if fixed and policy.pages(tokens) * policy.page_size >= tokens:
+    if fixed and policy.holds(tokens):
         note = f"the cache holds {tokens} tokens, within the budget"
         return LayerPlan(site, policy, "dense", note + stays)
     reason = _cannot(q, k, v, policy.page_size, int(q.shape[2]))
@@ -89,18 +91,20 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         )
     if reason is not None:
         return Reject(site.where, reason, attention.anchor.name)
-    fraction = round(policy.budget * FRACTION_UNIT) if isinstance(policy.budget, float) else 0
-    forced = forced_pages(policy.sink, recent_tokens(policy, attention.queries), policy.page_size)
+    recent, of_pages = recent_tokens(policy, attention.queries), policy.of_pages
+    fraction = _fraction(of_pages)
+    forced = forced_pages(policy.sink, recent, policy.page_size)
     if isinstance(tokens, int):
-        budget = policy.pages(tokens)
+        budget = of_pages.pages(tokens)
         slots = min(max(budget + 1, forced), -(-tokens // policy.page_size))
     elif fraction:
         budget = slots = 0  # both follow the length; the rewrite computes them in the graph
     else:
-        budget = policy.pages(0)
+        budget = of_pages.pages(0)
         slots = max(budget + 1, forced)
     if policy.placement == "device":
-        return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
+        single = None if policy.granularity == "page" else _token_budget(policy, tokens, recent)
+        return LayerPlan(site, policy, "sparse", "", slots, budget, fraction, tokens=single)
     if site.keys.kind == "fixed":
         reason = "placement 'host' takes caches that a step writes; this one is only read"
         return Reject(site.where, reason, attention.anchor.name)
@@ -133,6 +137,21 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
     if policy.prefetch == "next_rank":
         ahead = max(0, min(math.ceil(policy.ahead * slots), pool - 1 - slots))
     return LayerPlan(site, policy, "sparse", "", slots, budget, fraction, pool, ahead)
+
+
+def _fraction(policy: LayerPolicy) -> int:
+    """A budget that is a fraction, in its unit; 0 for one in tokens."""
+    return round(policy.budget * FRACTION_UNIT) if isinstance(policy.budget, float) else 0
+
+
+def _token_budget(policy: LayerPolicy, tokens: int | torch.SymInt, recent: int) -> TokenBudget:
+    fraction, forced = _fraction(policy), forced_tokens(policy.sink, recent)
+    if not isinstance(tokens, int):
+        # A fraction follows the length; the rewrite computes it in the graph.
+        budget = 0 if fraction else int(policy.budget)
+        return TokenBudget(0 if fraction else max(budget, forced), budget, fraction)
+    budget = -(-fraction * tokens // FRACTION_UNIT) if fraction else int(policy.budget)
+    return TokenBudget(min(max(budget, forced), tokens), budget, fraction)
 
 
 def _cannot(

@@ -39,6 +39,7 @@ from .masks import Masks
 from .pools import Pool, append, attend, fetch_early, join, pool_inputs
 from .positions import PositionOfWrite, Positions
 from .results import as_before, sunk
+from .tokens import refine
 
 _HSA = torch.ops.hsa
 
@@ -258,12 +259,17 @@ class _Rewriter:
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
             capped = (attention.softcap,) if attention.softcap else ()
-            rest = (attention.scale, policy.page_size, *capped)
+            words, page_size = bits, policy.page_size
+            if plan.tokens is not None:
+                ids, counts = refine(self.emit, plan, query, keys, (ids, counts), bits, bias)
+                _, words = self.masks.packed(attention, keys, read, 1)
+                page_size = 1
+            rest = (attention.scale, page_size, *capped)
             moved = None
             if state.pool is None:
                 attended = self.emit.call(
                     _HSA.sparse_attention.default,
-                    *(query, keys, values, ids, None, bits, bias),
+                    *(query, keys, values, ids, None, words, bias),
                     *rest,
                 )
             else:

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import (
     append,
     aten,
+    aten_tokens,
     checked_position,
     diff,
     fetch,
@@ -24,6 +25,7 @@ from . import (
     page_mask,
     prefetch,
     prefetch_select,
+    refine,
     select,
     sparse_attention,
     summarize,
@@ -35,6 +37,7 @@ implement("page_mask", page_mask.page_mask, page_mask.fake)
 implement("page_bias", page_bias.page_bias, page_bias.fake)
 implement("summarize", summarize.summarize, summarize.fake)
 implement("select", aten.select, select.fake)
+implement("refine", aten_tokens.refine, refine.fake)
 implement("append", append.append, append.fake)
 implement("diff", diff.diff, diff.fake)
 implement("fetch", fetch.fetch, fetch.fake)
@@ -59,7 +62,8 @@ def _on_cpu(function: Callable[..., object]) -> Callable[..., object]:
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {
     torch.ops.hsa.page_mask.default: page_mask.page_mask,
     torch.ops.hsa.page_bias.default: page_bias.page_bias,
+    torch.ops.hsa.refine.default: aten_tokens.refine,
     torch.ops.hsa.select.default: _on_cpu(aten.select),
     torch.ops.hsa.sparse_attention.default: _on_cpu(aten.sparse_attention),
 }
-"""Ops that Inductor is to see as ATen: the mask everywhere, the others on a CPU."""
+"""Ops that Inductor is to see as ATen: masks and single tokens everywhere, the others on a CPU."""

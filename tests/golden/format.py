@@ -111,6 +111,7 @@ class Printer:
             "index_scores": "scores",
             "checked_position": "position",
             "select": "ids, counts",
+            "refine": "tokens, read",
             "sparse_attention": "out, lse",
             "fetch_attention": "out, lse",
             "diff": "slots, loads, moved",

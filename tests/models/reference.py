@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from hsa_compile import LayerPolicy, algorithms
 from hsa_compile.lowering.limits import MAX_STEP
 from hsa_compile.ops.page_mask import attendable, page_mask
+from hsa_compile.ops.refine import refine_reference
 from hsa_compile.ops.select import FRACTION_UNIT, select_reference
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
 
@@ -73,8 +74,9 @@ def sparse_attention(
     mask = mask.expand(q.shape[0], -1, -1, -1)
     bits = page_mask(mask, policy.page_size)
     summary = page_summaries(keys, attendable(mask), policy)
+    of_pages = policy.of_pages
     whole = isinstance(policy.budget, int)
-    ids, _ = select_reference(
+    ids, counts = select_reference(
         q,
         summary,
         bits,
@@ -82,8 +84,8 @@ def sparse_attention(
         policy.algorithm,
         policy.page_size,
         bits.shape[-1],
-        ceil(policy.budget / policy.page_size) if whole else 0,
-        0 if whole else round(policy.budget * FRACTION_UNIT),
+        ceil(of_pages.budget / policy.page_size) if whole else 0,
+        0 if whole else round(of_pages.budget * FRACTION_UNIT),
         policy.sink,
         policy.recent,
         policy.group_reduce,
@@ -91,9 +93,16 @@ def sparse_attention(
         top_p=policy.top_p,
         floor=ceil(policy.min_budget / policy.page_size),
     )
-    bias = None if mask.dtype == torch.bool else mask
+    bias, page_size = None if mask.dtype == torch.bool else mask, policy.page_size
+    if policy.granularity == "two_stage":
+        ids, _ = refine_reference(
+            *(q, keys, ids, counts, bits, bias, scale, page_size, keys.shape[2]),
+            *(policy.budget, 0) if whole else (0, round(policy.budget * FRACTION_UNIT)),
+            *(policy.sink, policy.recent, policy.group_reduce, softcap),
+        )
+        bits, page_size = page_mask(mask, 1), 1
     out, lse = sparse_attention_reference(
-        q, keys, values, ids, None, bits, bias, scale, policy.page_size, softcap
+        q, keys, values, ids, None, bits, bias, scale, page_size, softcap
     )
     if sink is None:
         return out

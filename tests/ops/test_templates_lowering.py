@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 SCALE, PAGE, SLOTS = 0.125, 32, 8
 PAGE_MASK = torch.ops.hsa.page_mask.default
 PAGE_BIAS = torch.ops.hsa.page_bias.default
+REFINE = torch.ops.hsa.refine.default
 KERNELS = {"summarize": 1, "select": 2, "sparse_attention": 2}
 Step = Callable[..., object]
 
@@ -100,7 +101,7 @@ def written_code(function: Step, args: list[Tensor]) -> str:
     def backend(gm: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., object]:
         lowering.register()
         patches = {"cpu_backend": "triton", "force_disable_caches": True}
-        whole = {op: ops.DECOMPOSITIONS[op] for op in (PAGE_MASK, PAGE_BIAS)}
+        whole = {op: ops.DECOMPOSITIONS[op] for op in (PAGE_MASK, PAGE_BIAS, REFINE)}
         return compat.compile_with_inductor(gm, example, patches, whole, "test")
 
     triton.runtime.driver.set_active(
@@ -189,6 +190,33 @@ def check_growing_cache() -> None:
     )
 
 
+def check_single_tokens(growing: bool) -> None:
+    """Keys of the selected pages are read in the loop that multiplies them, and never stored."""
+
+    def chosen(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *state: Tensor) -> object:
+        summary = state[1]
+        torch._check((keys.shape[2] + PAGE - 1) // PAGE == summary.shape[2])
+        bits = torch.ops.hsa.page_mask(mask, PAGE)
+        rule = (SCALE, "cuboid", PAGE, SLOTS, SLOTS, 0, 1, 32, "softmax_mean")
+        ids, counts = torch.ops.hsa.select(q, summary, bits, *rule)
+        rest = (bits, None, SCALE, PAGE, 96, 96, 0, 1, 32, "softmax_mean")
+        tokens, counts = torch.ops.hsa.refine(q, keys, ids, counts, *rest)
+        words = torch.ops.hsa.page_mask(mask, 1)
+        out, _ = torch.ops.hsa.sparse_attention(
+            q, keys, values, tokens, None, words, None, SCALE, 1
+        )
+        return out.transpose(1, 2).flatten(2), counts
+
+    args = inputs(1024, torch.bfloat16, token_major=growing)
+    for index, dim in ((1, 2), (2, 2), (3, 3), (5, 2), (6, 2)) if growing else ():
+        torch._dynamo.mark_dynamic(args[index], dim)
+    code = written_code(chosen, args)
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 4
+    assert not calls_of_ops(code)
+    print(sorted(allocations(code)))
+    assert not [size for size in allocations(code) if size.endswith(", 64)") and "256" in size]
+
+
 def check_eager_fallback() -> None:
     code = written_code(step, inputs(1024, torch.float64, token_major=False))
     assert not any(name.startswith("triton_tem") for name in launches(code))
@@ -232,6 +260,11 @@ def test_several_tokens(child: Check) -> None:
 
 def test_growing_cache_has_symbolic_lengths(child: Check) -> None:
     child(check_growing_cache)
+
+
+@pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
+def test_single_tokens(child: Check, growing: bool) -> None:
+    child(check_single_tokens, growing)
 
 
 def test_what_no_kernel_takes_runs_eagerly(child: Check) -> None:
