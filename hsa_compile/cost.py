@@ -12,6 +12,7 @@ from torch import fx
 from hsa_compile import algorithms, compat
 from hsa_compile.ops.refine import forced_tokens
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
+from hsa_compile.ops.signs import signs_width
 from hsa_compile.site import ChosenPlan, LayerPlan
 
 S = sympy.Symbol("S", integer=True, positive=True)
@@ -50,6 +51,8 @@ def cost_of(plan: LayerPlan) -> Cost:
         return Cost(dense, dense, None)
     width = algorithms.summary_width(policy.algorithm, int(k.shape[3])) * k.element_size() + _WORD
     page = policy.page_size
+    if policy.granularity == "token":
+        width += 8 * signs_width(page, int(k.shape[3]))
     forced = forced_pages(policy.sink, plan.recent, page)
     pages = _selected(plan.fraction, max(policy.of_pages.pages(0), forced) * page)
     read, most = token * pages, token * sympy.Min(S, pages)
@@ -57,7 +60,7 @@ def cost_of(plan: LayerPlan) -> Cost:
         single = _selected(
             plan.tokens.fraction, max(plan.tokens.budget, forced_tokens(policy.sink, plan.recent))
         )
-        key = heads * int(k.shape[3]) * k.element_size()
+        key = heads * int(k.shape[3]) * k.element_size() if policy.granularity == "two_stage" else 0
         read = key * pages + token * single
         most = key * sympy.Min(S, pages) + token * sympy.Min(S, single)
     sparse = heads * width * sympy.ceiling(S / page) + most

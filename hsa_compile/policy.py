@@ -34,7 +34,7 @@ PLACEMENTS = ("device", "host")
 MAX_POOL = 64
 PREFETCHES = ("none", "next_rank", "cross_layer")
 MAX_AHEAD = 4
-GRANULARITIES = ("page", "two_stage")
+GRANULARITIES = ("page", "two_stage", "token")
 MAX_FIRST_STAGE = 64
 
 
@@ -66,7 +66,8 @@ class LayerPolicy:
             captured (>= 0); 0 is never. See ``hsa_compile.stats``.
         monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
         granularity: what the budget buys: "page": pages; "two_stage": of ``first_stage`` times as many tokens in pages,
-            the single tokens whose own keys score best.
+            the single tokens whose own keys score best; "token": of all tokens those that score best by an index of
+            one bit a channel (with algorithm "cuboid").
         first_stage: tokens that "two_stage" selects as pages, as a multiple of the budget (>= 1).
 
     Raises:
@@ -156,6 +157,8 @@ class LayerPolicy:
             refuse("prefetch", self.prefetch, f"'none' {why}: pages are loaded ahead, not tokens")
         if self.top_p != 1:
             refuse("top_p", self.top_p, f"1 {why}: a share of the softmax is estimated of pages")
+        if self.granularity == "token" and self.algorithm != "cuboid":
+            refuse("algorithm", self.algorithm, f"'cuboid' {why}: the bits of a token are about it")
         if self.algorithm == "streaming":
             refuse("algorithm", self.algorithm, f"one with page scores, such as 'cuboid', {why}")
 

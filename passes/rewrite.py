@@ -31,6 +31,7 @@ from torch import fx
 
 from hsa_compile import algorithms, compat
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
+from hsa_compile.ops.signs import signs_width
 from hsa_compile.site import Attention, CacheUpdate, LayerPlan
 
 from .emit import Emitter
@@ -39,7 +40,7 @@ from .masks import Masks
 from .pools import Pool, append, attend, fetch_early, join, pool_inputs
 from .positions import PositionOfWrite, Positions
 from .results import as_before, sunk
-from .tokens import refine
+from .tokens import refine, select_tokens
 
 _HSA = torch.ops.hsa
 
@@ -73,6 +74,7 @@ class State:
     """What is kept beside one cache."""
 
     summary: fx.Node
+    signs: fx.Node | None
     pool: Pool | None
 
 
@@ -150,7 +152,7 @@ class _Rewriter:
         self.watched: list[
             tuple[LayerPlan, tuple[fx.Node, ...], fx.Node | None, tuple[fx.Node, ...]]
         ] = []
-        self.inputs: dict[int, tuple[fx.Node, fx.Node, Pool | None]] = {}
+        self.inputs: dict[int, tuple[fx.Node, fx.Node, fx.Node | None, Pool | None]] = {}
         pooled = [plan.site for plan in plans if plan.pool_slots]
         self.on_host = {cache.write for site in pooled for cache in (site.keys, site.values)}
 
@@ -242,26 +244,34 @@ class _Rewriter:
             query = self._as_heads(attention)
             described: tuple[object, ...] = (
                 *(keys, bits, position, policy.algorithm, policy.page_size),
+                policy.granularity == "token",
                 *((values, plan.pool_slots) if plan.pool_slots else ()),
             )
             owns = described not in self.states
             if owns:
                 self.states[described] = self._state(at, keys, values, bits, position)
             state = self.states[described]
-            selected = self.emit.call(
-                _HSA.select.default,
-                query,
-                state.summary,
-                bits,
-                *self._rule(plan, keys),
-                *self._beyond(plan, bias),
-            )
+            if state.signs is None:
+                selected = self.emit.call(
+                    _HSA.select.default,
+                    query,
+                    state.summary,
+                    bits,
+                    *self._rule(plan, keys),
+                    *self._beyond(plan, bias),
+                )
+            else:
+                index = (state.summary, state.signs)
+                selected = select_tokens(self.emit, plan, query, keys, index, bits, bias)
             ids = self.emit.call(operator.getitem, selected, 0)
             counts = self.emit.call(operator.getitem, selected, 1)
             capped = (attention.softcap,) if attention.softcap else ()
             words, page_size = bits, policy.page_size
+            if policy.granularity == "two_stage":
+                refined = refine(self.emit, plan, query, keys, (ids, counts), bits, bias)
+                ids = self.emit.call(operator.getitem, refined, 0)
+                counts = self.emit.call(operator.getitem, refined, 1)
             if plan.tokens is not None:
-                ids, counts = refine(self.emit, plan, query, keys, (ids, counts), bits, bias)
                 _, words = self.masks.packed(attention, keys, read, 1)
                 page_size = 1
             rest = (attention.scale, page_size, *capped)
@@ -331,8 +341,8 @@ class _Rewriter:
 
     # -- state
 
-    def _inputs(self, at: int) -> tuple[fx.Node, fx.Node, Pool | None]:
-        """Graph inputs for what describes the keys, summary and coverage, and for a pool of their pages; made once."""
+    def _inputs(self, at: int) -> tuple[fx.Node, fx.Node, fx.Node | None, Pool | None]:
+        """Graph inputs for what describes the keys (summary, coverage, signs) and a pool of their pages; made once."""
         if at in self.inputs:
             return self.inputs[at]
         plan = self.plans[at]
@@ -342,16 +352,18 @@ class _Rewriter:
         pages = (tokens + policy.page_size - 1) // policy.page_size
         page_major = not isinstance(tokens, int)
         made = []
-        widths = (algorithms.summary_width(policy.algorithm, size), 2)
-        for name, width, dtype in zip(
-            ("summary", "covered"), widths, (read.dtype, torch.int64), strict=True
-        ):
+        kinds = [("summary", algorithms.summary_width(policy.algorithm, size), read.dtype)]
+        kinds.append(("covered", 2, torch.int64))
+        if policy.granularity == "token":
+            kinds.append(("signs", signs_width(policy.page_size, size), torch.int64))
+        for name, width, dtype in kinds:
             strides = (heads * width, width, batch * heads * width, 1) if page_major else None
             shape = (batch, heads, pages, width)
             name = f"hsa_{name}_{number}"
             made.append(self.emit.input(name, shape, dtype, read.device, strides))
         pool = pool_inputs(self.emit, plan, number) if plan.pool_slots else None
-        self.inputs[at] = (made[0], made[1], pool)
+        signs = made[2] if len(made) > 2 else None
+        self.inputs[at] = (made[0], made[1], signs, pool)
         return self.inputs[at]
 
     def _state(
@@ -360,7 +372,7 @@ class _Rewriter:
         """The inputs that describe the keys, and the ops that keep them true."""
         plan, early = self.plans[at], self.early.get(at)
         policy = plan.policy
-        summary, covered, pool = self._inputs(at)
+        summary, covered, signs, pool = self._inputs(at)
         tail: tuple[fx.Node, ...] = ()
         if pool is not None:
             if early is not None:
@@ -368,9 +380,10 @@ class _Rewriter:
             tail = (append(self.emit, plan, keys, values, bits, position, covered, pool),)
         arguments = (keys, bits, position, summary, covered, policy.algorithm, policy.page_size)
         written = plan.site.keys.tokens
-        rest = tail if written == 1 else (None, written)
+        rest: tuple[object, ...] = tail if written == 1 else (None, written)
+        rest = rest if signs is None else (None, written, signs)
         self.emit.call(_HSA.summarize.default, *arguments, *rest)
-        return State(summary, pool)
+        return State(summary, signs, pool)
 
     def _look_ahead(self, at: int, later: int) -> None:
         """Around the attention of one layer, guess the query of a later one and fetch what it would select."""
@@ -379,7 +392,7 @@ class _Rewriter:
         if ahead is None or not self.moves:
             return
         self._inputs(at)  # the inputs stand in the order of the layers
-        summary, _, pool = self._inputs(later)
+        summary, _, _, pool = self._inputs(later)
         assert pool is not None
         read, mine = (tensor(p.site.attention.k) for p in (plan, now))
         assert read is not None and mine is not None

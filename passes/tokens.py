@@ -4,6 +4,9 @@
     after:  ids, counts = select(..., of a larger budget); ids, counts = refine(q, keys, ids, counts, bits, ...)
             o = sparse_attention(q, keys, values, ids, page_mask(mask, 1), ..., 1)
 
+    and by an index of every token, which ``summarize`` keeps beside the summaries:
+            summarize(keys, ..., summary!, covered!, ..., signs!); ids, counts = select_tokens(q, summary, signs, ...)
+
 A token is a page of one to the attention, as it is where the model itself chooses.
 """
 
@@ -31,16 +34,33 @@ def refine(
     selected: tuple[fx.Node, fx.Node],
     bits: fx.Node,
     bias: fx.Node | None,
-) -> tuple[fx.Node, fx.Node]:
-    """The best tokens of the ``selected`` pages (with what was counted), and what is counted of them."""
+) -> fx.Node:
+    """The best tokens of the ``selected`` pages (and what was counted of these), and what is counted of them."""
+    held = (q, keys, *selected, bits, bias)
+    return emit.call(_HSA.refine.default, *held, *_rule(emit, plan, keys))
+
+
+def select_tokens(
+    emit: Emitter,
+    plan: LayerPlan,
+    q: fx.Node,
+    keys: fx.Node,
+    index: tuple[fx.Node, fx.Node],
+    bits: fx.Node,
+    bias: fx.Node | None,
+) -> fx.Node:
+    """The best of all tokens by their ``index``, summary and signs, and what is counted of them."""
+    held = (q, *index, bits, bias)
+    return emit.call(_HSA.select_tokens.default, *held, *_rule(emit, plan, keys))
+
+
+def _rule(emit: Emitter, plan: LayerPlan, keys: fx.Node) -> tuple[object, ...]:
+    """What both are told behind their tensors."""
     attention, policy = plan.site.attention, plan.policy
     capped = (attention.softcap,) if attention.softcap else ()
-    made = emit.call(
-        _HSA.refine.default,
-        *(q, keys, *selected, bits, bias, attention.scale, policy.page_size),
-        *(*_budget(emit, plan, keys), policy.sink, plan.recent, policy.group_reduce, *capped),
-    )
-    return emit.call(operator.getitem, made, 0), emit.call(operator.getitem, made, 1)
+    budget = _budget(emit, plan, keys)
+    reads = (policy.sink, plan.recent, policy.group_reduce, *capped)
+    return (attention.scale, policy.page_size, *budget, *reads)
 
 
 def _budget(emit: Emitter, plan: LayerPlan, keys: fx.Node) -> tuple[object, int, int]:

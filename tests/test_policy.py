@@ -69,7 +69,11 @@ def test_the_default_layer():
             ["prefetch 'next_ranks'", "'none', 'next_rank', 'cross_layer'", "mean 'next_rank'?"],
         ),
         ("prefetch", None, ["prefetch None", "'none', 'next_rank', 'cross_layer'"]),
-        ("granularity", "tokens", ["granularity 'tokens' is not valid", "'page', 'two_stage'"]),
+        (
+            "granularity",
+            "tokens",
+            ["granularity 'tokens' is not valid", "'page', 'two_stage', 'token'"],
+        ),
         ("granularity", "two-stage", ["did you mean 'two_stage'?"]),
         ("first_stage", 0.5, ["first_stage 0.5", "a number from 1 to 64, times the budget"]),
         ("first_stage", True, ["first_stage True"]),
@@ -115,6 +119,15 @@ def test_a_share_in_words() -> None:
     assert layer.share == (0.9, 8)
     assert LayerPolicy().share == ()
     assert describe(layer) == describe(LayerPolicy()) + " top_p=0.9 min=256"
+
+
+def test_signs_are_about_a_cuboid() -> None:
+    message = "algorithm 'mean' is not valid; valid: 'cuboid' with granularity 'token'"
+    with pytest.raises(PolicyError, match=says(message)):
+        LayerPolicy(granularity="token", algorithm="mean")
+    assert (
+        describe(LayerPolicy(granularity="token")) == describe(LayerPolicy()) + " granularity=token"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from .. import algorithms
 from ..ops.diff import MISSING
+from ..ops.signs import WORD
 from ..ops.summarize import LATELY, MARK_FACTOR, MARKED_CHANNELS, NEVER
 
 # Values end up as source text: a string carries its own quotes.
@@ -70,6 +71,7 @@ def summarize(
     batch_position: bool,
     tail: bool = False,
     written: int = 1,
+    signs: bool = False,
 ) -> Constants:
     return {
         "ALGORITHM": repr(algorithm),
@@ -82,6 +84,8 @@ def summarize(
         "WRITTEN": written,
         "LATELY": LATELY,
         "HAS_TAIL": tail,
+        "HAS_SIGNS": signs,
+        "SIGN_WORDS": -(-dim // WORD),
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,
         "BATCH_POSITION": batch_position,

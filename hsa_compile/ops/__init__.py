@@ -27,6 +27,7 @@ from . import (
     prefetch_select,
     refine,
     select,
+    select_tokens,
     sparse_attention,
     summarize,
 )
@@ -37,6 +38,7 @@ implement("page_mask", page_mask.page_mask, page_mask.fake)
 implement("page_bias", page_bias.page_bias, page_bias.fake)
 implement("summarize", summarize.summarize, summarize.fake)
 implement("select", aten.select, select.fake)
+implement("select_tokens", aten_tokens.select_tokens, select_tokens.fake)
 implement("refine", aten_tokens.refine, refine.fake)
 implement("append", append.append, append.fake)
 implement("diff", diff.diff, diff.fake)
@@ -63,6 +65,7 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {
     torch.ops.hsa.page_mask.default: page_mask.page_mask,
     torch.ops.hsa.page_bias.default: page_bias.page_bias,
     torch.ops.hsa.refine.default: aten_tokens.refine,
+    torch.ops.hsa.select_tokens.default: aten_tokens.select_tokens,
     torch.ops.hsa.select.default: _on_cpu(aten.select),
     torch.ops.hsa.sparse_attention.default: _on_cpu(aten.sparse_attention),
 }

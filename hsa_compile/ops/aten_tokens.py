@@ -12,10 +12,12 @@ from torch.nn import functional as F
 from torch.types import IntLikeType
 
 from .. import compat
-from .aten import Chosen, selected_logits, top_ranked
+from .aten import Chosen, by_group, dot, materialise, selected_logits, top_ranked, work_dtype
+from .page_mask import unpack
 from .refine import group_rank
 from .select import FRACTION_UNIT
-from .summarize import kv_head_words
+from .signs import WORD
+from .summarize import kv_head_words, per_kv_head
 
 
 def _best(
@@ -78,3 +80,42 @@ def refine(
     return _best(
         scores.flatten(-2), chosen.at.flatten(-2), present.flatten(-2), seen[..., 1], *rule
     )
+
+
+def select_tokens(
+    q: Tensor,
+    summary: Tensor,
+    signs: Tensor,
+    bits: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    page_size: int,
+    slots: IntLikeType,
+    budget: int,
+    fraction: int,
+    sink: int,
+    recent: int,
+    group_reduce: str,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """See ``hsa_compile.ops.select_tokens``. Keys are made of their signs in the loop that multiplies them."""
+    batch, kv_heads, pages = summary.shape[:3]
+    work = work_dtype(q)
+    query = q[:, :, 0].unflatten(1, (kv_heads, -1)).to(work) * scale
+    centre, deviation = (half.unsqueeze(3) for half in summary.to(work).chunk(2, -1))
+    channel = torch.arange(centre.shape[-1], device=q.device)
+    word = signs.unflatten(-1, (page_size, -1)).index_select(-1, channel // WORD)
+    above = (torch.bitwise_right_shift(word, channel % WORD) & 1) != 0
+    keys = torch.where(above, centre + deviation, centre - deviation)
+    scores = dot(materialise(query), keys, loop=True)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        added = F.pad(bias[:, :, 0], (0, pages * page_size - bias.shape[-1]))
+        scores = scores + by_group(added, kv_heads).unflatten(-1, (pages, page_size)).to(work)
+    attends = unpack(by_group(bits, kv_heads), page_size)
+    scores = materialise(torch.where(attends, scores, -math.inf).contiguous())
+    present = unpack(per_kv_head(bits, batch, kv_heads), page_size).flatten(-2)
+    at = torch.arange(present.shape[-1], device=q.device).expand_as(present)
+    rule = (group_reduce, slots, budget, fraction, sink, recent)
+    return _best(scores.flatten(-2), at, present, present.sum(-1), *rule)

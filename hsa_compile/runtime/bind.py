@@ -99,6 +99,7 @@ def _summary(
         read.dtype,
         int(value.shape[3]) if site.plan.pool_slots else 0,
         site.plan.pool_slots,
+        policy.granularity == "token",
     )
     base: Tensor = cache.base.meta["example_value"]
     offset = 0 if cache.kind == "dynamic" else read.storage_offset() - base.storage_offset()

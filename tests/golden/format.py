@@ -112,6 +112,7 @@ class Printer:
             "checked_position": "position",
             "select": "ids, counts",
             "refine": "tokens, read",
+            "select_tokens": "tokens, read",
             "sparse_attention": "out, lse",
             "fetch_attention": "out, lse",
             "diff": "slots, loads, moved",

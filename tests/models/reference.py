@@ -18,10 +18,13 @@ from torch.nn import functional as F
 
 from hsa_compile import LayerPolicy, algorithms
 from hsa_compile.lowering.limits import MAX_STEP
-from hsa_compile.ops.page_mask import attendable, page_mask
+from hsa_compile.ops.page_mask import attendable, page_mask, unpack
 from hsa_compile.ops.refine import refine_reference
 from hsa_compile.ops.select import FRACTION_UNIT, select_reference
+from hsa_compile.ops.select_tokens import select_tokens_reference
+from hsa_compile.ops.signs import signs_of
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
+from hsa_compile.ops.summarize import per_kv_head
 
 from .helpers import transformers
 
@@ -94,12 +97,30 @@ def sparse_attention(
         floor=ceil(policy.min_budget / policy.page_size),
     )
     bias, page_size = None if mask.dtype == torch.bool else mask, policy.page_size
+    if policy.granularity == "token":
+        paged = F.pad(keys, (0, 0, 0, -keys.shape[2] % page_size)).unflatten(2, (-1, page_size))
+        present = unpack(per_kv_head(bits, len(q), keys.shape[1]), page_size)
+        ids, _ = select_tokens_reference(
+            *(
+                q,
+                summary,
+                signs_of(paged, present, summary),
+                bits,
+                bias,
+                scale,
+                page_size,
+                keys.shape[2],
+            ),
+            *(policy.budget, 0) if whole else (0, round(policy.budget * FRACTION_UNIT)),
+            *(policy.sink, policy.recent, policy.group_reduce, softcap),
+        )
     if policy.granularity == "two_stage":
         ids, _ = refine_reference(
             *(q, keys, ids, counts, bits, bias, scale, page_size, keys.shape[2]),
             *(policy.budget, 0) if whole else (0, round(policy.budget * FRACTION_UNIT)),
             *(policy.sink, policy.recent, policy.group_reduce, softcap),
         )
+    if policy.granularity != "page":
         bits, page_size = page_mask(mask, 1), 1
     out, lse = sparse_attention_reference(
         q, keys, values, ids, None, bits, bias, scale, page_size, softcap

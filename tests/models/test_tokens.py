@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import hsa_compile
 from hsa_compile import LayerPolicy
 
-from .helpers import compile_hsa, decode, request, tiny
+from .helpers import cache_argument, compile_hsa, decode, new_cache, request, tiny
+from .reference import by_the_rule
 from .test_sparse import KINDS, check, fed, policy
 
 
@@ -20,6 +22,10 @@ def two_stage(**fields: Any) -> LayerPolicy:
 
 
 SLOW = pytest.mark.slow
+
+
+def token(**fields: Any) -> LayerPolicy:
+    return policy(**{"granularity": "token", "budget": 24, "recent": 8, **fields})
 
 
 @pytest.mark.parametrize(
@@ -86,10 +92,51 @@ def test_the_budget_is_counted_in_tokens() -> None:
 
 def test_monitors_measure_it() -> None:
     """Tokens of the same number capture more of the softmax than pages do."""
-    model, asked, recall = tiny("llama"), request(3, 120, 24, 160), {}
-    for granularity in ("page", "two_stage"):
+    model, asked, recall = tiny("llama"), request(3, 120, 8, 160), {}
+    for granularity in ("page", "two_stage", "token"):
         layer = policy(granularity=granularity, budget=32, recent=8, monitor=1)
         compiled = compile_hsa(model, layer)
         decode(model, compiled, "static", asked, fed())
         recall[granularity] = [one.recall for one in hsa_compile.stats(compiled).layers]
-    assert all(t > p for p, t in zip(*recall.values(), strict=True)), recall
+    assert all(p < min(more) for p, *more in zip(*recall.values(), strict=True)), recall
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("static", {}),
+        ("dynamic", {"budget": 0.2, "group_reduce": "max"}),
+        pytest.param("static", {"budget": 0.2}, marks=SLOW),
+        pytest.param("dynamic", {"page_size": 32}, marks=SLOW),
+        pytest.param("dynamic", {"budget": 4, "sink": 3, "recent": 5}, marks=SLOW),
+    ],
+)
+def test_tokens_by_signs(kind: str, fields: dict[str, Any]) -> None:
+    check("llama", kind, token(**fields))
+
+
+@SLOW
+@pytest.mark.parametrize(("kind", "budget"), [("static", 24), ("dynamic", 0.2)])
+def test_signs_with_inductor(kind: str, budget: float) -> None:
+    check("llama", kind, token(budget=budget), run="inductor")
+
+
+@pytest.mark.parametrize("granularity", ["two_stage", "token"])
+def test_several_query_tokens(granularity: str) -> None:
+    """Three at a time are heads of their groups, and each reads at least itself."""
+    layer = policy(granularity=granularity, budget=24, recent=1, monitor=1)
+    model, asked = tiny("llama"), request(2, 100, 0, 140)
+    ids = torch.randint(3, 128, (2, 9))
+    logits = []
+    for step in (compile_hsa(model, layer), model):
+        cache, seen = new_cache(model, "static", 140), []
+        given = {cache_argument(model): cache}
+        with (
+            by_the_rule(model, layer) if step is model else contextlib.nullcontext(),
+            torch.no_grad(),
+        ):
+            for span in (asked.ids, *ids.split(3, 1)):
+                called = model if span is asked.ids else step
+                seen.append(called(span, **given).logits[:, -3:])
+        logits.append(torch.cat(seen, 1))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Selection of single tokens of selected pages: against its specification, by hand, and what it captures."""
+"""Selection of single tokens, of selected pages or by signs: against specifications, by hand, what it captures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from hsa_compile.ops.refine import forced_tokens, refine_reference
 from hsa_compile.ops.select import FRACTION_UNIT
+from hsa_compile.ops.select_tokens import select_tokens_reference
+from hsa_compile.ops.summarize import NEVER
 from tests.ops.cases import Case, State, build, cases
 from tests.ops.checks import HSA, TOLERANCE, inductor, traced
 
@@ -35,10 +37,10 @@ def rule(case: Case, budget: int, tokens: int | None = None) -> tuple[object, ..
     return (case.scale, case.page_size, slots, budget, unit, *kind)
 
 
-def token_ranks(state: State) -> Tensor:
+def token_ranks(state: State, keys: Tensor) -> Tensor:
     """Scores by which tokens compete, in fp64 and without a logarithm of sums: ``[B, Hkv, S]``."""
     case = state.case
-    keys = state.keys.double().nan_to_num().repeat_interleave(case.group, 1)
+    keys = keys.double().nan_to_num().repeat_interleave(case.group, 1)
     logits = case.scale * (state.q.double() @ keys.mT).squeeze(2)
     logits = case.softcap * torch.tanh(logits / case.softcap) if case.softcap else logits
     logits = logits if state.bias is None else logits + state.bias[:, :, 0].double()
@@ -54,18 +56,13 @@ def token_ranks(state: State) -> Tensor:
     )
 
 
-def check(
-    state: State, ids: Tensor, seen: Tensor, result: tuple[Tensor, Tensor], budget: int
-) -> None:
+def check(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], ranks: Tensor) -> None:
     """Equal to the specification, but for tokens whose ranks are equal within rounding."""
-    clean = state.keys.nan_to_num()
-    rest = (ids, seen, state.bits, state.bias, *rule(state.case, budget))
-    tokens, counts = refine_reference(state.q, clean, *rest)  # type: ignore[arg-type]
-    assert result[0].dtype == torch.int32 and result[0].shape == tokens.shape
-    assert torch.equal(result[1], counts)
-    ranks = token_ranks(state)
-    for at in (result[0] != tokens).any(-1).nonzero().tolist():
-        got, want = (row[tuple(at)].tolist() for row in (result[0], tokens))
+    (got_tokens, got_counts), (tokens, counts) = result, expected
+    assert got_tokens.dtype == torch.int32 and got_tokens.shape == tokens.shape
+    assert torch.equal(got_counts, counts)
+    for at in (got_tokens != tokens).any(-1).nonzero().tolist():
+        got, want = (row[tuple(at)].tolist() for row in (got_tokens, tokens))
         assert got.count(-1) == want.count(-1) and len({*got}) == len({*want})
         swapped = ranks[tuple(at)][sorted({*got} ^ {*want})]
         assert not len(swapped) or swapped.max() - swapped.min() < 1e-4, (at, got, want)
@@ -78,8 +75,49 @@ def test_tokens(case: Case, budget: int) -> None:
     for dtype in (torch.float32, torch.float64):
         state = build(case, dtype)
         ids, seen = HSA.select(*state.selection())
-        arguments = (state.q, state.keys, ids, seen, state.bits, state.bias, *rule(case, budget))
-        check(state, ids, seen, HSA.refine(*arguments), budget)
+        rest = (ids, seen, state.bits, state.bias, *rule(case, budget))
+        expected = refine_reference(state.q, state.keys.nan_to_num(), *rest)
+        check(HSA.refine(state.q, state.keys, *rest), expected, token_ranks(state, state.keys))
+
+
+def signs_by_loops(state: State) -> Tensor:
+    """``signs [B, Hkv, P, T * W]`` from the keys and the summary, bit by bit."""
+    case, size = state.case, state.case.head_dim
+    words = -(-size // 64)
+    signs = torch.zeros(
+        case.batch, case.kv_heads, case.pages, case.page_size * words, dtype=torch.int64
+    )
+    attended = state.seen.unflatten(1, (case.kv_heads, case.group)).any(2)
+    for b, h, t in attended.nonzero().tolist():
+        page, at = divmod(t, case.page_size)
+        above = state.keys[b, h, t].double() > state.summary[b, h, page, :size].double()
+        for word in range(words):
+            number = sum(1 << i for i, bit in enumerate(above[64 * word :][:64].tolist()) if bit)
+            signs[b, h, page, at * words + word] = number - ((number >> 63) << 64)
+    return signs
+
+
+@settings(RANDOM, max_examples=15)
+@given(cases(), st.integers(1, 60))
+def test_tokens_by_signs(case: Case, budget: int) -> None:
+    """Built with the summaries, and chosen by: keys that are one deviation above or below the centre of their page."""
+    case = replace(case, algorithm="cuboid", top_p=1.0)
+    for dtype in (torch.float32, torch.float64):
+        state = build(case, dtype)
+        covered = torch.full_like(state.covered, NEVER)
+        summary, signs = torch.zeros_like(state.summary), torch.full_like(signs_by_loops(state), -1)
+        rest = (state.position, summary, covered, "cuboid", case.page_size, None, 1, signs)
+        HSA.summarize(state.keys, state.bits, *rest)
+        assert torch.equal(summary, state.summary)
+        assert torch.equal(signs, signs_by_loops(state))
+        centre, deviation = (x.repeat_interleave(case.page_size, 2) for x in summary.chunk(2, -1))
+        above = state.keys > centre[:, :, : case.length]
+        keys = (
+            centre[:, :, : case.length] + torch.where(above, 1, -1) * deviation[:, :, : case.length]
+        )
+        arguments = (state.q, summary, signs, state.bits, state.bias, *rule(case, budget))
+        expected = select_tokens_reference(*arguments)  # type: ignore[arg-type]
+        check(HSA.select_tokens(*arguments), expected, token_ranks(state, keys))
 
 
 def by_hand(reduce: str, **fields: object) -> list[list[int]]:
@@ -114,7 +152,7 @@ def test_heads_that_agree_on_nothing_share_the_budget() -> None:
 
 @pytest.mark.parametrize("reduce", ["softmax_mean", "max"])
 def test_it_captures_more_than_pages(reduce: str) -> None:
-    """Of random keys, 64 tokens as 4 pages, and chosen one by one out of 12 pages: the mean over 32 rows."""
+    """Of random keys, 64 tokens as 4 pages, by signs, and out of 12 pages by their keys: the mean over 32 rows."""
     case = Case(
         length=512,
         batch=8,
@@ -125,23 +163,26 @@ def test_it_captures_more_than_pages(reduce: str) -> None:
         group_reduce=reduce,
     )
     state = build(case)
-    shares = []
     logits = case.scale * (state.q @ state.keys.repeat_interleave(2, 1).mT)
     dense = torch.softmax(logits, -1).squeeze(2).unflatten(1, (4, 2))
-    for pages in (4, 12):
-        wanted = replace(case, slots=pages, sink=4, recent=8)
-        arguments = list(wanted.selection())
-        arguments[3] = pages  # no slot for one page more
-        ids, seen = HSA.select(state.q, state.summary, state.bits, *arguments)
-        if pages == 4:
-            tokens = (ids.unsqueeze(-1) * 16 + torch.arange(16)).flatten(2)
-        else:
-            rest = (state.bits, None, *rule(wanted, 64))
-            tokens, _ = HSA.refine(state.q, state.keys, ids, seen, *rest)
+
+    def share(tokens: Tensor) -> Tensor:
         assert tokens.shape[-1] == 64 and tokens.min() >= 0
         chosen = tokens.long().unsqueeze(2).expand(-1, -1, 2, -1)
-        shares.append(dense.gather(-1, chosen).sum(-1).mean())
-    assert shares[1] > 1.5 * shares[0]
+        return dense.gather(-1, chosen).sum(-1).mean()
+
+    def pages(count: int) -> tuple[Tensor, Tensor]:
+        arguments = list(case.selection())
+        arguments[3] = arguments[4] = count
+        return HSA.select(state.q, state.summary, state.bits, *arguments)
+
+    by_page = (pages(4)[0].unsqueeze(-1) * 16 + torch.arange(16)).flatten(2)
+    by_signs, _ = HSA.select_tokens(
+        *(state.q, state.summary, signs_by_loops(state), state.bits, None, *rule(case, 64))
+    )
+    refined, _ = HSA.refine(state.q, state.keys, *pages(12), state.bits, None, *rule(case, 64))
+    shares = [float(share(tokens)) for tokens in (by_page, refined, by_signs)]
+    assert shares[1] > 1.4 * shares[0] and shares[2] > 1.4 * shares[0], shares
 
 
 def step(
