@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from hsa_compile import algorithms, compat
+from hsa_compile.ops.refine import forced_tokens
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
+from hsa_compile.ops.signs import signs_width
 from hsa_compile.site import ChosenPlan, LayerPlan
 
 S = sympy.Symbol("S", integer=True, positive=True)
@@ -24,7 +26,8 @@ _WORD = 8 + 16
 class Cost:
     """Bytes read by one step of one layer, batch included.
 
-    dense: keys and values once. sparse: page summaries and means, the packed mask, and the selected keys and values.
+    dense: keys and values once. sparse: page summaries and means, the packed mask, the keys that tokens are chosen
+    by, and the selected keys and values.
     break_even: the length from which the sparse step reads less, or None where it never does.
     """
 
@@ -50,14 +53,26 @@ def cost_of(plan: LayerPlan) -> Cost:
     for what in plan.means:
         width += int((k if what == "keys" else v).shape[3]) * k.element_size() + _WORD
     page = policy.page_size
-    if plan.fraction:
-        selected = S * sympy.Rational(plan.fraction, FRACTION_UNIT)
-    else:
-        forced = forced_pages(policy.sink, plan.recent, page)
-        each = policy.head_pages or (policy.pages(0),)
-        selected = sympy.Rational(sum(max(one, forced) for one in each) * page, len(each))
-    sparse = heads * width * sympy.ceiling(S / page) + token * sympy.Min(S, selected)
-    return Cost(dense, sparse, _break_even(heads * width, page, token, selected))
+    if policy.granularity == "token":
+        width += 8 * signs_width(page, int(k.shape[3]))
+    forced = forced_pages(policy.sink, plan.recent, page)
+    each = policy.head_pages or (policy.of_pages.pages(0),)
+    bought = sympy.Rational(sum(max(one, forced) for one in each) * page, len(each))
+    pages = _selected(plan.fraction, bought)
+    read, most = token * pages, token * sympy.Min(S, pages)
+    if plan.tokens is not None:
+        fewest = forced_tokens(policy.sink, plan.recent)
+        single = _selected(plan.tokens.fraction, sympy.Integer(max(plan.tokens.budget, fewest)))
+        key = heads * int(k.shape[3]) * k.element_size() if policy.granularity == "two_stage" else 0
+        read = key * pages + token * single
+        most = key * sympy.Min(S, pages) + token * sympy.Min(S, single)
+    sparse = heads * width * sympy.ceiling(S / page) + most
+    return Cost(dense, sparse, _break_even(heads * width, page, token, read))
+
+
+def _selected(fraction: int, tokens: sympy.Expr) -> sympy.Expr:
+    """Tokens that are selected: a fraction of the length where it is one."""
+    return S * sympy.Rational(fraction, FRACTION_UNIT) if fraction else tokens
 
 
 def cost_of_chosen(plan: ChosenPlan) -> Cost:
@@ -81,10 +96,10 @@ def _bytes_a_token(node: fx.Node, dim: int) -> int:
     return math.prod(sizes) * held.element_size()
 
 
-def _break_even(summary: int, page: int, token: int, selected: sympy.Expr) -> int | None:
-    """The length from which summaries and selection together read less than everything."""
+def _break_even(summary: int, page: int, token: int, read: sympy.Expr) -> int | None:
+    """The length from which summaries and what is ``read`` of the rest together are less than everything."""
     length = sympy.Symbol("length", positive=True)
-    sparse = summary * length / page + token * selected.subs(S, length)
+    sparse = summary * length / page + read.subs(S, length)
     crossing = sympy.solve(sympy.Eq(token * length, sparse), length)
     if crossing:
         return int(sympy.ceiling(crossing[0]))

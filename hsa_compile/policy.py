@@ -40,6 +40,8 @@ MAX_AHEAD = 4
 UNSELECTED = ("drop", "centroids")
 THREE_LEVEL = "three_level"
 MAX_PROTOTYPES = 1024
+GRANULARITIES = ("page", "two_stage", "token")
+MAX_FIRST_STAGE = 64
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class LayerPolicy:
         monitor: every how many steps one KV head is attended densely beside the step, to measure what the selection
             captured (>= 0); 0 is never. See ``hsa_compile.stats``.
         monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
+        granularity: what the budget buys: "page": pages; "two_stage": of ``first_stage`` times as many tokens in pages,
+            the single tokens whose own keys score best; "token": of all tokens those that score best by an index of
+            one bit a channel (with algorithm "cuboid").
+        first_stage: tokens that "two_stage" selects as pages, as a multiple of the budget (>= 1).
 
     Raises:
         PolicyError: a field is out of range or of the wrong type.
@@ -103,6 +109,8 @@ class LayerPolicy:
     decay: float = 0.99
     unselected: str = "drop"
     prototypes: int = 64
+    granularity: str = "page"
+    first_stage: float = 4.0
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, algorithm_names())
@@ -159,6 +167,7 @@ class LayerPolicy:
         self._check_monitor()
         self._check_accumulated()
         self._check_unselected()
+        self._check_granularity()
 
     def _check_accumulated(self) -> None:
         if type(self.decay) not in (int, float) or not 0 < self.decay <= 1:
@@ -191,6 +200,38 @@ class LayerPolicy:
         if isinstance(self.budget, tuple):
             why = "with algorithm 'three_level', whose pages are the same for all KV heads"
             refuse("budget", list(self.budget), f"one number {why}")
+
+    def _check_granularity(self) -> None:
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        if (
+            type(self.first_stage) not in (int, float)
+            or not 1 <= self.first_stage <= MAX_FIRST_STAGE
+        ):
+            refuse(
+                "first_stage",
+                self.first_stage,
+                f"a number from 1 to {MAX_FIRST_STAGE}, times the budget",
+            )
+        object.__setattr__(self, "first_stage", float(self.first_stage))
+        if self.granularity == "page" or self.algorithm == "dense":
+            return
+        why = f"with granularity {self.granularity!r}"
+        if self.placement != "device":
+            refuse("placement", self.placement, f"'device' {why}: the host tier moves whole pages")
+        if self.prefetch != "none":
+            refuse("prefetch", self.prefetch, f"'none' {why}: pages are loaded ahead, not tokens")
+        for name, usual in (("top_p", 1), ("dense_below", 0)):
+            if getattr(self, name) != usual:
+                valid = f"{usual} {why}: a share of the softmax is estimated of pages"
+                refuse(name, getattr(self, name), valid)
+        if isinstance(self.budget, tuple):
+            refuse("budget", list(self.budget), f"one number {why}")
+        if self.unselected != "drop":
+            refuse("unselected", self.unselected, f"'drop' {why}: pages are left out in part")
+        if self.granularity == "token" and self.algorithm != "cuboid":
+            refuse("algorithm", self.algorithm, f"'cuboid' {why}: the bits of a token are about it")
+        if self.algorithm in ("streaming", THREE_LEVEL) or _accumulates(self.algorithm):
+            refuse("algorithm", self.algorithm, f"one with page scores, such as 'cuboid', {why}")
 
     def _check_monitor(self) -> None:
         if type(self.monitor) is not int or self.monitor < 0:
@@ -310,10 +351,33 @@ class LayerPolicy:
         A fraction is the decimal that was written: 0.07 of 100 tokens is 7. Pages that sink and
         recent force in beyond the budget are not added. "dense" pays for every page.
         """
+        return math.ceil(self._tokens(length) / self._page(length))
+
+    def holds(self, length: int) -> bool:
+        """Whether the budget pays for everything at a static attendable ``length`` (tokens)."""
+        if self.granularity != "page":
+            return self._tokens(length) >= length
+        least = min(self.at_length(length).head_pages or [self.pages(length)])
+        return least * self._page(length) >= length
+
+    def _page(self, length: int) -> int:
+        page = self.at_length(length).page_size
+        assert isinstance(page, int)
+        return page
+
+    def _tokens(self, length: int) -> Fraction:
         budget = 1.0 if self.algorithm == "dense" else self.budget
         budget = max(budget) if isinstance(budget, tuple) else budget
-        tokens = budget if isinstance(budget, int) else Fraction(repr(budget)) * length
-        return math.ceil(Fraction(tokens, self.at_length(length).page_size))
+        return Fraction(budget) if isinstance(budget, int) else Fraction(repr(budget)) * length
+
+    @property
+    def of_pages(self) -> "LayerPolicy":
+        """The policy that pages are selected by: with "two_stage" a larger budget, else this one."""
+        if self.granularity != "two_stage":
+            return self
+        budget = self.first_stage * self.budget  # type: ignore[operator]
+        first = math.ceil(budget) if isinstance(self.budget, int) else min(1.0, budget)
+        return dataclasses.replace(self, granularity="page", budget=first)
 
 
 def algorithm_names() -> tuple[str, ...]:
@@ -367,6 +431,10 @@ def describe(policy: LayerPolicy) -> str:
             parts.append(f"unselected={policy.unselected}")
         if policy.group_reduce != usual.group_reduce:
             parts.append(f"group_reduce={policy.group_reduce}")
+        if policy.granularity != usual.granularity:
+            parts.append(f"granularity={policy.granularity}")
+        if policy.granularity == "two_stage":
+            parts.append(f"first_stage={policy.first_stage:g}")
     if policy.placement != usual.placement:
         parts.append(f"placement={policy.placement}")
         if policy.algorithm != "dense":

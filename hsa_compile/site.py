@@ -243,12 +243,26 @@ class Lookahead:
 
 
 @dataclass(frozen=True)
+class TokenBudget:
+    """Tokens that one query reads of a KV head, where the budget buys tokens and not pages.
+
+    ``slots`` are the most there can be, with those that are always read; ``budget`` is bought, or ``fraction`` of what
+    a row can attend, in units of 1 / 65536. Slots of 0 follow a length that varies.
+    """
+
+    slots: int
+    budget: int
+    fraction: int
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """What becomes of one site: ``sparse`` with these numbers, or ``dense`` for a reason that is no fault.
 
     ``pool_slots`` is 0 where the cache stays on its device; else pages of a KV head's pool, the last one for the tail.
     ``ahead`` is how many pages that just missed the selection are to be there for the next step. ``lookahead`` is how
     pages are fetched one layer early; ``no_lookahead`` why none are fetched ahead, where the policy asks for it.
+    ``tokens`` is None where whole pages are read.
     """
 
     site: AttentionSite
@@ -262,6 +276,7 @@ class LayerPlan:
     ahead: int = 0
     lookahead: Lookahead | None = None
     no_lookahead: str = ""
+    tokens: TokenBudget | None = None
 
     @property
     def means(self) -> tuple[Literal["keys", "values"], ...]:

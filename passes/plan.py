@@ -15,6 +15,7 @@ import torch
 from hsa_compile import algorithms
 from hsa_compile.errors import located, refuse
 from hsa_compile.lowering.limits import kernel_limits, pool_limits
+from hsa_compile.ops.refine import forced_tokens
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.policy import LayerName, LayerPolicy, Policy
 from hsa_compile.site import (
@@ -23,6 +24,7 @@ from hsa_compile.site import (
     ChosenSite,
     LayerPlan,
     Reject,
+    TokenBudget,
     recent_tokens,
 )
 
@@ -84,7 +86,7 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         return LayerPlan(site, policy, "dense", "dense by policy" + stays)
     if isinstance(policy.budget, tuple) and len(policy.budget) != k.shape[1]:
         _refuse_heads(site, policy.budget, int(k.shape[1]))
-    if fixed and min(policy.head_pages or [policy.pages(tokens)]) * policy.page_size >= tokens:
+    if fixed and policy.holds(tokens):
         note = f"the cache holds {tokens} tokens, within the budget"
         return LayerPlan(site, policy, "dense", note + stays)
     reason = _cannot(q, k, v, policy.page_size, int(q.shape[2]))
@@ -99,22 +101,24 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         )
     if reason is not None:
         return Reject(site.where, reason, attention.anchor.name)
-    fraction = round(policy.budget * FRACTION_UNIT) if isinstance(policy.budget, float) else 0
-    forced = forced_pages(policy.sink, recent_tokens(policy, attention.queries), policy.page_size)
+    recent, of_pages = recent_tokens(policy, attention.queries), policy.of_pages
+    fraction = _fraction(of_pages)
+    forced = forced_pages(policy.sink, recent, policy.page_size)
     if isinstance(tokens, int):
-        budget = policy.pages(tokens)
+        budget = of_pages.pages(tokens)
         slots = min(max(budget + 1, forced), -(-tokens // policy.page_size))
     elif fraction:
         budget = slots = (
             0  # both follow the length; the rewrite computes slots that are 0 in the graph
         )
     else:
-        budget = policy.pages(0)
+        budget = of_pages.pages(0)
         slots = max(budget + 1, forced)
     if policy.dense_below:
         slots = -(-tokens // policy.page_size) if isinstance(tokens, int) else 0
     if policy.placement == "device":
-        return LayerPlan(site, policy, "sparse", "", slots, budget, fraction)
+        single = None if policy.granularity == "page" else _token_budget(policy, tokens, recent)
+        return LayerPlan(site, policy, "sparse", "", slots, budget, fraction, tokens=single)
     if site.keys.kind == "fixed":
         reason = "placement 'host' takes caches that a step writes; this one is only read"
         return Reject(site.where, reason, attention.anchor.name)
@@ -154,6 +158,21 @@ def _refuse_heads(site: AttentionSite, budget: tuple[int, ...], kv_heads: int) -
     valid = f"{kv_heads} ints, one for each of its KV heads, or one number for all; this has {len(budget)}"
     with located(where):
         refuse("budget", list(budget), valid)
+
+
+def _fraction(policy: LayerPolicy) -> int:
+    """A budget that is a fraction, in its unit; 0 for one in tokens."""
+    return round(policy.budget * FRACTION_UNIT) if isinstance(policy.budget, float) else 0
+
+
+def _token_budget(policy: LayerPolicy, tokens: int | torch.SymInt, recent: int) -> TokenBudget:
+    fraction, forced = _fraction(policy), forced_tokens(policy.sink, recent)
+    whole = policy.budget if isinstance(policy.budget, int) else 0
+    if not isinstance(tokens, int):
+        # A fraction follows the length; the rewrite computes it in the graph.
+        return TokenBudget(0 if fraction else max(whole, forced), whole, fraction)
+    budget = -(-fraction * tokens // FRACTION_UNIT) if fraction else whole
+    return TokenBudget(min(max(budget, forced), tokens), budget, fraction)
 
 
 def _cannot(

@@ -35,6 +35,7 @@ from torch import fx
 
 from hsa_compile import algorithms, compat
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
+from hsa_compile.ops.signs import signs_width
 from hsa_compile.policy import THREE_LEVEL
 from hsa_compile.site import Attention, CacheUpdate, LayerPlan
 
@@ -44,6 +45,7 @@ from .masks import Masks
 from .pools import Pool, append, attend, fetch_early, join, pool_inputs
 from .positions import PositionOfWrite, Positions
 from .results import as_before, sunk
+from .tokens import refine, select_tokens
 
 _HSA = torch.ops.hsa
 
@@ -78,6 +80,7 @@ class State:
 
     summary: fx.Node
     covered: fx.Node
+    signs: fx.Node | None
     pool: Pool | None
     means: tuple[fx.Node, ...] = ()
     """Of keys (what else is behind them in a row does not matter) and values, where the rest is estimated."""
@@ -89,6 +92,7 @@ class _Inputs:
 
     summary: fx.Node
     covered: fx.Node
+    signs: fx.Node | None
     pool: Pool | None
     means: dict[str, tuple[fx.Node, fx.Node]]
 
@@ -259,6 +263,7 @@ class _Rewriter:
             query = self._as_heads(attention)
             described: tuple[object, ...] = (
                 *(keys, bits, position, policy.score, policy.page_size),
+                policy.granularity == "token",
                 *((values, plan.pool_slots) if plan.pool_slots else ()),
                 # What its queries attended is its own.
                 *((attention.out,) if accumulates else ()),
@@ -270,6 +275,9 @@ class _Rewriter:
             state = self.states[described]
             if policy.algorithm == THREE_LEVEL:
                 selected = self._strided(plan, keys, bits)
+            elif state.signs is not None:
+                index = (state.summary, state.signs)
+                selected = select_tokens(self.emit, plan, query, keys, index, bits, bias)
             else:
                 accumulated = (state.covered, policy.decay) if accumulates else ()
                 selected = self.emit.call(
@@ -282,12 +290,20 @@ class _Rewriter:
             counts = self.emit.call(operator.getitem, selected, 1)
             capped = (attention.softcap,) if attention.softcap or policy.dense_below else ()
             ragged = (True,) if policy.dense_below else ()
-            rest = (attention.scale, policy.page_size, *capped, *ragged)
+            words, page_size = bits, policy.page_size
+            if policy.granularity == "two_stage":
+                refined = refine(self.emit, plan, query, keys, (ids, counts), bits, bias)
+                ids = self.emit.call(operator.getitem, refined, 0)
+                counts = self.emit.call(operator.getitem, refined, 1)
+            if plan.tokens is not None:
+                _, words = self.masks.packed(attention, keys, read, 1)
+                page_size = 1
+            rest = (attention.scale, page_size, *capped, *ragged)
             moved = None
             if state.pool is None:
                 attended = self.emit.call(
                     _HSA.sparse_attention.default,
-                    *(query, keys, values, ids, None, bits, bias),
+                    *(query, keys, values, ids, None, words, bias),
                     *rest,
                 )
             else:
@@ -394,14 +410,14 @@ class _Rewriter:
         plan = self.plans[at]
         attention, policy, number = plan.site.attention, plan.policy, len(self.inputs)
         size = attention.k.meta["example_value"].shape[3]
-        widths = (
-            (algorithms.summary_width(policy.score, size), None),
-            (algorithms.covered_width(policy.score), torch.int64),
-        )
-        summary, covered = (
-            self._of_pages(f"hsa_{name}_{number}", plan, attention.k, width, dtype)
-            for name, (width, dtype) in zip(("summary", "covered"), widths, strict=True)
-        )
+
+        def of_keys(name: str, width: int, dtype: torch.dtype | None = torch.int64) -> fx.Node:
+            return self._of_pages(f"hsa_{name}_{number}", plan, attention.k, width, dtype)
+
+        summary = of_keys("summary", algorithms.summary_width(policy.score, size), None)
+        covered = of_keys("covered", algorithms.covered_width(policy.score))
+        by_token = policy.granularity == "token"
+        signs = of_keys("signs", signs_width(policy.page_size, size)) if by_token else None
         pool = pool_inputs(self.emit, plan, number) if plan.pool_slots else None
         means: dict[str, tuple[fx.Node, fx.Node]] = {}
         for what in plan.means:
@@ -411,7 +427,7 @@ class _Rewriter:
                 self._of_pages(f"hsa_means_{what}_{number}", plan, held, width),
                 self._of_pages(f"hsa_covered_{what}_{number}", plan, held, 2, torch.int64),
             )
-        self.inputs[at] = _Inputs(summary, covered, pool, means)
+        self.inputs[at] = _Inputs(summary, covered, signs, pool, means)
         return self.inputs[at]
 
     def _of_pages(
@@ -437,7 +453,7 @@ class _Rewriter:
         plan, early = self.plans[at], self.early.get(at)
         policy = plan.policy
         inputs = self._inputs(at)
-        summary, covered, pool = inputs.summary, inputs.covered, inputs.pool
+        summary, covered, signs, pool = inputs.summary, inputs.covered, inputs.signs, inputs.pool
         tail: tuple[fx.Node, ...] = ()
         if pool is not None:
             if early is not None:
@@ -445,7 +461,8 @@ class _Rewriter:
             tail = (append(self.emit, plan, keys, values, bits, position, covered, pool),)
         arguments = (keys, bits, position, summary, covered, policy.score, policy.page_size)
         written = plan.site.keys.tokens
-        rest = tail if written == 1 else (None, written)
+        rest: tuple[object, ...] = tail if written == 1 else (None, written)
+        rest = rest if signs is None else (None, written, signs)
         self.emit.call(_HSA.summarize.default, *arguments, *rest)
         # These read their page from the cache even where a pool holds it: which of it to trust is known of keys alone.
         rest = () if written == 1 else (None, written)
@@ -455,7 +472,7 @@ class _Rewriter:
             self.emit.call(_HSA.summarize.default, *arguments, *rest)
         means = {"keys": summary} | {what: held for what, (held, _) in inputs.means.items()}
         of_both = (means["keys"], means["values"]) if plan.means else ()
-        return State(summary, covered, pool, of_both)
+        return State(summary, covered, signs, pool, of_both)
 
     def _look_ahead(self, at: int, later: int) -> None:
         """Around the attention of one layer, guess the query of a later one and fetch what it would select."""

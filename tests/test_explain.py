@@ -66,6 +66,28 @@ def test_explain_lists_every_site_and_runs_nothing() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("granularity", "more"),
+    # The keys of 6 pages; a word for each of the 16 tokens of 64 pages.
+    [("two_stage", 4 * 16 * 4 * 96), ("token", 4 * 64 * 16 * 8)],
+)
+def test_bytes_of_single_tokens_by_hand(granularity: str, more: int) -> None:
+    model, inputs = setup()
+    rule = {
+        "granularity": granularity,
+        "first_stage": 2.0,
+        "budget": 48,
+        "page_size": 16,
+        "recent": 8,
+    }
+    site = hsa_compile.explain(model, *inputs, options={"policy": rule}).sites[0]
+    length = sympy.Symbol("S", integer=True, positive=True)
+    sparse = sympy.sympify(site.bytes_sparse, {"S": length})
+    assert sparse.subs(length, 1024) == 64 * 4 * (128 + 24) + 4 * 32 * 4 * 48 + more
+    assert granularity in site.policy
+
+
+@torch.no_grad()
 def test_bytes_and_break_even_by_hand() -> None:
     model, inputs = setup()
     site = hsa_compile.explain(model, *inputs, options={"policy": POLICY}).sites[0]

@@ -81,6 +81,14 @@ def test_the_default_layer():
             ["prefetch 'next_ranks'", "'none', 'next_rank', 'cross_layer'", "mean 'next_rank'?"],
         ),
         ("prefetch", None, ["prefetch None", "'none', 'next_rank', 'cross_layer'"]),
+        (
+            "granularity",
+            "tokens",
+            ["granularity 'tokens' is not valid", "'page', 'two_stage', 'token'"],
+        ),
+        ("granularity", "two-stage", ["did you mean 'two_stage'?"]),
+        ("first_stage", 0.5, ["first_stage 0.5", "a number from 1 to 64, times the budget"]),
+        ("first_stage", True, ["first_stage True"]),
         ("top_p", 0, ["top_p 0 is not valid", "a number above 0 and up to 1"]),
         ("top_p", 1.5, ["top_p 1.5", "a number above 0 and up to 1"]),
         ("top_p", True, ["top_p True", "a number above 0 and up to 1"]),
@@ -216,6 +224,56 @@ def test_a_share_in_words() -> None:
     assert layer.stops == (0.9, 8)
     assert LayerPolicy().stops == ()
     assert describe(layer) == describe(LayerPolicy()) + " top_p=0.9 min=256"
+
+
+def test_signs_are_about_a_cuboid() -> None:
+    message = "algorithm 'mean' is not valid; valid: 'cuboid' with granularity 'token'"
+    with pytest.raises(PolicyError, match=says(message)):
+        LayerPolicy(granularity="token", algorithm="mean")
+    assert (
+        describe(LayerPolicy(granularity="token")) == describe(LayerPolicy()) + " granularity=token"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            "placement",
+            "host",
+            "placement 'host' is not valid; valid: 'device' with granularity 'two_stage'",
+        ),
+        (
+            "prefetch",
+            "next_rank",
+            "prefetch 'next_rank' is not valid; valid: 'none' with granularity 'two_stage'",
+        ),
+        ("top_p", 0.9, "top_p 0.9 is not valid; valid: 1 with granularity 'two_stage'"),
+        (
+            "algorithm",
+            "streaming",
+            "algorithm 'streaming' is not valid; valid: one with page scores",
+        ),
+    ],
+)
+def test_what_single_tokens_do_not_combine_with(field: str, value: object, message: str) -> None:
+    with pytest.raises(PolicyError, match=says(message)):
+        LayerPolicy(granularity="two_stage", **{field: value})
+
+
+def test_tokens_are_bought_one_by_one() -> None:
+    layer = LayerPolicy(granularity="two_stage", budget=100, first_stage=2.5)
+    assert not layer.holds(101) and layer.holds(100) and LayerPolicy(budget=100).holds(128)
+    assert layer.of_pages == LayerPolicy(budget=250, first_stage=2.5)
+    assert LayerPolicy(granularity="two_stage", budget=0.3).of_pages.budget == 1.0
+    assert (
+        describe(layer)
+        == describe(LayerPolicy(budget=100)) + " granularity=two_stage first_stage=2.5"
+    )
+    layers = Policy.load(
+        {"default": {"granularity": "two_stage"}, "layers": {0: {"algorithm": "dense"}}}
+    )
+    assert sparse_where(layers) == list(range(1, 8))
 
 
 def test_a_pool_holds_the_selection_and_what_is_loaded_ahead():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from .. import algorithms
 from ..ops.diff import MISSING
+from ..ops.signs import WORD
 from ..ops.summarize import LATELY, MARK_FACTOR, MARKED_CHANNELS, NEVER
 
 # Values end up as source text: a string carries its own quotes.
@@ -72,6 +73,7 @@ def summarize(
     tail: bool = False,
     written: int = 1,
     accumulates: bool = False,
+    signs: bool = False,
 ) -> Constants:
     return {
         "ALGORITHM": repr(algorithm),
@@ -85,6 +87,8 @@ def summarize(
         "ACCUMULATES": accumulates,
         "LATELY": LATELY,
         "HAS_TAIL": tail,
+        "HAS_SIGNS": signs,
+        "SIGN_WORDS": -(-dim // WORD),
         "HEAD_BITS": bits.heads,
         "BATCH_BITS": bits.batch,
         "BATCH_POSITION": batch_position,

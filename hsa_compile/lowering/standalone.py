@@ -196,6 +196,7 @@ def summarize(
     page_size: int,
     tail: Tensor | None = None,
     written: int = 1,
+    signs: Tensor | None = None,
     config: Config | None = None,
 ) -> None:
     """``hsa::summarize``."""
@@ -212,10 +213,13 @@ def summarize(
         tail is not None,
         written,
         covered.shape[3] > 2,
+        signs is not None,
     )
     config = config or options.summarize_configs(page_size, dim)[0]
     inputs = {"keys": keys, "bits": bits, "position": position, "summary": summary}
     inputs["covered"] = covered
+    if signs is not None:
+        inputs["signs"] = signs
     if tail is not None:
         inputs["tail"] = tail
     launch(

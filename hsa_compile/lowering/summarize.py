@@ -20,9 +20,10 @@ def lower(
     page_size: int,
     tail: Any = None,
     written: int = 1,
+    signs: Any = None,
 ) -> None:
     op = torch.ops.hsa.summarize.default
-    args = (keys, bits, position, summary, covered, algorithm, page_size, tail, written)
+    args = (keys, bits, position, summary, covered, algorithm, page_size, tail, written, signs)
     device = keys.get_device()
     if not kernels.run_on(device):
         return eager(op, None, *args)
@@ -34,7 +35,8 @@ def lower(
         reason = reason or f"summaries are {summary.get_dtype()}, keys {keys.get_dtype()}"
     if tail is not None and tail.get_dtype() != keys.get_dtype():
         reason = reason or f"keys are {keys.get_dtype()}, those of the pool {tail.get_dtype()}"
-    stored, unwritable = written_in_place({"summary": summary, "covered": covered})
+    kept = {"summary": summary, "covered": covered}
+    stored, unwritable = written_in_place(kept if signs is None else {**kept, "signs": signs})
     reason = reason or unwritable
     if reason is not None:
         return eager(op, reason, *args)
@@ -59,6 +61,7 @@ def lower(
             tail=tail is not None,
             written=written,
             accumulates=compat.static_int(covered.get_size()[3]) > 2,
+            signs=signs is not None,
         ),
         options.summarize_configs(page_size, dim),
         inputs,

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import (
     append,
     aten,
+    aten_tokens,
     checked_position,
     diff,
     estimate_rest,
@@ -25,8 +26,10 @@ from . import (
     page_mask,
     prefetch,
     prefetch_select,
+    refine,
     select,
     select_accumulated,
+    select_tokens,
     sparse_attention,
     strided_pages,
     summarize,
@@ -41,6 +44,8 @@ implement("select", aten.select, select.fake)
 implement("select_accumulated", select_accumulated.select_accumulated, select_accumulated.fake)
 implement("accumulate", select_accumulated.accumulate, select_accumulated.fake_accumulate)
 implement("strided_pages", strided_pages.strided_pages, strided_pages.fake)
+implement("select_tokens", aten_tokens.select_tokens, select_tokens.fake)
+implement("refine", aten_tokens.refine, refine.fake)
 implement("append", append.append, append.fake)
 implement("diff", diff.diff, diff.fake)
 implement("fetch", fetch.fetch, fetch.fake)
@@ -68,7 +73,9 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {
     torch.ops.hsa.page_bias.default: page_bias.page_bias,
     torch.ops.hsa.strided_pages.default: strided_pages.strided_pages,
     torch.ops.hsa.estimate_rest.default: estimate_rest.estimate_rest,
+    torch.ops.hsa.refine.default: aten_tokens.refine,
+    torch.ops.hsa.select_tokens.default: aten_tokens.select_tokens,
     torch.ops.hsa.select.default: _on_cpu(aten.select),
     torch.ops.hsa.sparse_attention.default: _on_cpu(aten.sparse_attention),
 }
-"""Ops that Inductor is to see as ATen: the mask and what is over pages alone everywhere, the others on a CPU."""
+"""Ops that Inductor is to see as ATen: masks, sums over pages and single tokens everywhere, the others on a CPU."""

@@ -9,7 +9,7 @@ How an expression is spelled decides what Inductor makes of it on a CPU:
   each row once for the whole group and takes a gather into the same pass, so selected keys are never copied. BLAS is
   slow at such thin products and needs its operands in memory.
 - Values are the other way round, reduced over tokens: there one copy of the selected ones and BLAS is the faster way.
-- What several loops read and is not worth computing in each of them goes through ``_materialise``.
+- What several loops read and is not worth computing in each of them goes through ``materialise``.
 """
 
 import math
@@ -24,16 +24,17 @@ from torch.types import IntLikeType
 from .. import algorithms, compat
 from .diff import MISSING
 from .page_mask import unpack
+from .refine import group_rank
 from .select import FRACTION_UNIT
 from .summarize import expected, kv_head_words
 
-# Group sizes up to which Inductor's loop beats BLAS on ``_dot``.
+# Group sizes up to which Inductor's loop beats BLAS on ``dot``.
 _LOOP_GROUP = 8
 _NEVER = torch.iinfo(torch.int64).min
 _INDEX_BITS = 32
 
 
-def _materialise(x: Tensor) -> Tensor:
+def materialise(x: Tensor) -> Tensor:
     """``x`` itself; Inductor computes it once into a buffer instead of anew in every loop that reads it."""
     return x.as_strided(x.shape, x.stride())
 
@@ -43,7 +44,7 @@ def popcount(words: Tensor) -> Tensor:
     words = words - ((words >> 1) & 0x5555555555555555)
     words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
     # Each step names its operand twice, and Inductor would write all of it twice.
-    words = _materialise(((words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F).contiguous())
+    words = materialise(((words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F).contiguous())
     words = words + (words >> 8)
     words = words + (words >> 16)
     return (words + (words >> 32)) & 0x7F
@@ -69,30 +70,34 @@ def _is_traced(x: Tensor) -> bool:
     return compat.is_fake(x)
 
 
-def _work_dtype(q: Tensor) -> torch.dtype:
+def work_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _dot(query: Tensor, rows: Tensor) -> Tensor:
-    """``query [B, H, G, R]`` times ``rows [B, H, *N, R]`` -> ``[B, H, G, *N]``, in the precision of the query."""
+def dot(query: Tensor, rows: Tensor, loop: bool = False) -> Tensor:
+    """``query [B, H, G, R]`` times ``rows [B, H, *N, R]`` -> ``[B, H, G, *N]``, in the precision of the query.
+
+    With ``loop`` Inductor is not to have the rows in memory, however many queries there are.
+    """
     rows = rows.to(query.dtype)
-    # Only under Inductor is the product never in memory.
-    if not _is_traced(rows) or query.shape[2] > _LOOP_GROUP:
+    # Only under Inductor is the product never in memory. A GPU makes small ones anew faster than it copies rows.
+    loop = loop or query.shape[2] <= _LOOP_GROUP or rows.device.type != "cpu"
+    if not (_is_traced(rows) and loop):
         return torch.matmul(query, rows.flatten(2, -2).mT).unflatten(-1, rows.shape[2:-1])
     for _ in range(rows.dim() - 3):
         query = query.unsqueeze(2)
     return (rows.unsqueeze(-2) * query).sum(-1).movedim(-1, 2)
 
 
-def _by_group(x: Tensor, kv_heads: int) -> Tensor:
+def by_group(x: Tensor, kv_heads: int) -> Tensor:
     """Heads of ``x [Bm, Hm, ...]`` by KV head: ``[Bm, Hkv, G, ...]``, or ``[Bm, 1, 1, ...]`` where Hm is 1."""
     if x.shape[1] == 1:
         return x.unsqueeze(2)
     return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))
 
 
-def _largest(rank: Tensor, present: Tensor, count: IntLikeType) -> tuple[Tensor, Tensor]:
-    """The first ``count`` present pages by rank, ties to the lower index, and which are valid: ``[B, H, count]``."""
+def top_ranked(rank: Tensor, present: Tensor, count: IntLikeType) -> tuple[Tensor, Tensor]:
+    """The first ``count`` present ones by rank, ties to the lower index, and which are valid: ``[B, H, count]``."""
     index = torch.arange(rank.shape[-1], device=rank.device)
     if rank.dtype == torch.float64:
         order = torch.sort(
@@ -129,23 +134,17 @@ def page_ranks(
 ) -> Tensor:
     """Each KV head's score of each page (see ``hsa_compile.ops.select``): ``[B, Hkv, P]``, fp32 or fp64."""
     batch, kv_heads, pages = summary.shape[:3]
-    work = _work_dtype(q)
+    work = work_dtype(q)
     if algorithms.get(algorithm).parts == 0:
         return torch.arange(pages, device=q.device).to(work).expand(batch, kv_heads, pages)
     query = algorithms.get(algorithm).expand_query(q[:, :, 0].to(work)).unflatten(1, (kv_heads, -1))
     if group_reduce == "softmax_mean" or bias is not None:
         query = query * scale
-    scores = _dot(_materialise(query), summary)
+    scores = dot(materialise(query), summary)
     if bias is not None:
-        scores = scores + _by_group(bias, kv_heads).to(work)
-    scores = _materialise(
-        torch.where(_by_group(bits, kv_heads) != 0, scores, -math.inf).contiguous()
-    )
-    if group_reduce == "max":
-        return scores.amax(-2)
-    # A head that attends nothing has no normaliser; the clamp keeps its -inf from becoming nan.
-    normaliser = torch.logsumexp(scores, -1, keepdim=True).clamp(min=torch.finfo(work).min)
-    return torch.logsumexp(scores - normaliser, -2)
+        scores = scores + by_group(bias, kv_heads).to(work)
+    scores = materialise(torch.where(by_group(bits, kv_heads) != 0, scores, -math.inf).contiguous())
+    return group_rank(scores, group_reduce)
 
 
 def summarize(
@@ -158,15 +157,17 @@ def summarize(
     page_size: int,
     tail: Tensor | None = None,
     written: int = 1,
+    signs: Tensor | None = None,
 ) -> object:
     """``hsa::summarize`` for Inductor on a CPU: the page that is written into, in every step, and the bookkeeping.
 
     Which other pages are stale depends on data; ``hsa::store_summary`` sees to them and mostly finds none.
-    With a tail the op stays whole: it is for caches that a GPU reads from the host. So it does where the step writes
-    another number of tokens than one: how many pages these are in depends on data, too.
+    With a tail the op stays whole: it is for caches that a GPU reads from the host. So it does with signs, and where
+    the step writes another number of tokens than one: how many pages these are in depends on data, too.
     """
     if (
         tail is not None
+        or signs is not None
         or written != 1
         or keys.device.type != "cpu"
         or position.dim() != 1
@@ -179,7 +180,7 @@ def summarize(
     # Compared without a dimension: one of size 1 would guard on whether there is one page only.
     elsewhere = torch.arange(bits.shape[-1], device=keys.device) != page.squeeze(0)
     # One number a row, not computed anew for each page.
-    found, left = (_materialise(expected(keys, at).contiguous()) for at in (position, position + 1))
+    found, left = (materialise(expected(keys, at).contiguous()) for at in (position, position + 1))
     stale = covered[..., 1] != found.unsqueeze(-1)
     stale = stale | (covered[..., 0] != words)
     others = (stale & elsewhere).any()
@@ -226,9 +227,9 @@ def rows_of_budget(
     present = union != 0
     begin = torch.arange(pages, device=union.device) * page_size
     # Inductor unrolls reductions over few pages: their operands are not to be computed in each copy.
-    in_page = _materialise(popcount(union).contiguous())
-    lowest = _materialise((begin + lowest_bit(union)).contiguous())
-    highest = _materialise((begin + highest_bit(union)).contiguous())
+    in_page = materialise(popcount(union).contiguous())
+    lowest = materialise((begin + lowest_bit(union)).contiguous())
+    highest = materialise((begin + highest_bit(union)).contiguous())
     length = in_page.sum(-1)
     first = torch.where(present, lowest, pages * page_size).amin(-1, keepdim=True)
     last = torch.where(present, highest, -1).amax(-1, keepdim=True)
@@ -275,7 +276,7 @@ def select(
     rank = page_ranks(q, summary, bits, scale, algorithm, group_reduce, bias)
     # Where the cache is shorter than the budget, its length bounds the work, and padding makes up the shape.
     count = torch.sym_min(slots + more, pages)
-    order, valid = _largest(torch.where(always, math.inf, rank), present, count)
+    order, valid = top_ranked(torch.where(always, math.inf, rank), present, count)
     bought = within + bought
     if top_p < 1 or dense_below:
         mass = torch.where(present, rank, -math.inf).exp()
@@ -306,6 +307,69 @@ def select(
     return ids, counts
 
 
+class Chosen:
+    """Selected pages ``ids [B, Hkv, K]`` of a cache of ``tokens`` in ``pages``: their tokens, and which are attended.
+
+    ``at [B, Hkv, K, page_size]`` are the tokens' places, within the cache also where there is none; ``rows`` index with
+    them. No more pages are kept than the cache has.
+    """
+
+    def __init__(
+        self, ids: Tensor, page_size: int, pages: IntLikeType, tokens: IntLikeType
+    ) -> None:
+        self.page_size, self.pages, self.tokens = page_size, pages, tokens
+        self.short = not compat.statically_known_true(ids.shape[-1] <= pages)
+        self.count = torch.sym_min(ids.shape[-1], pages) if self.short else ids.shape[-1]
+        self.ids = self.cut(ids)
+        self.page = materialise(self.ids.clamp(min=0).long())
+        self.offsets = torch.arange(page_size, device=ids.device)
+        self.at = (self.page.unsqueeze(-1) * page_size + self.offsets).clamp(max=tokens - 1)
+        batch, kv_heads = ids.shape[:2]
+        b = torch.arange(batch, device=ids.device).view(-1, 1, 1, 1)
+        self.rows = (b, torch.arange(kv_heads, device=ids.device).view(1, -1, 1, 1))
+
+    def cut(self, named: Tensor) -> Tensor:
+        """``named [B, Hkv, K]``, like the ids: padding comes last."""
+        if not self.short:
+            return named
+        # A slice would guard on which number is smaller.
+        return named.index_select(-1, torch.arange(self.count, device=named.device))
+
+    def attended(self, words: Tensor) -> Tensor:
+        """Words ``[Bm, H, G, P]`` at the pages, as booleans ``[B, Hkv, G, K, page_size]``."""
+        (batch, kv_heads), group = self.ids.shape[:2], words.shape[2]
+        words = words.expand(batch, kv_heads, group, self.pages)
+        words = words.gather(-1, self.page.unsqueeze(2).expand(-1, -1, group, -1))
+        words = torch.where(self.ids.unsqueeze(2) < 0, 0, words)
+        return unpack(materialise(words), self.page_size)
+
+
+def selected_logits(
+    q: Tensor,
+    rows: Tensor,
+    chosen: Chosen,
+    bits: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    """Scores of attention of ``rows [B, Hkv, K, page_size, D]``, -inf where masked: ``[B, Hkv, G, K, page_size]``."""
+    batch, kv_heads, selected = chosen.ids.shape
+    work = work_dtype(q)
+    query = q[:, :, 0].unflatten(1, (kv_heads, -1)).to(work) * scale
+    logits = dot(materialise(query), rows)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        spread = by_group(bias[:, :, 0], kv_heads)
+        group = spread.shape[2]
+        spread = spread.expand(batch, kv_heads, group, chosen.tokens)
+        at = chosen.at.flatten(2).unsqueeze(2).expand(-1, -1, group, -1)
+        logits = logits + spread.gather(-1, at).unflatten(-1, (selected, chosen.page_size)).to(work)
+    takes_part = chosen.attended(by_group(bits, kv_heads))
+    return materialise(torch.where(takes_part, logits, -math.inf).contiguous())
+
+
 def sparse_attention(
     q: Tensor,
     keys: Tensor,
@@ -329,54 +393,25 @@ def sparse_attention(
         filled = max(1, int((ids >= 0).sum(-1).amax()))
         ids = ids[..., :filled]
         slots = None if slots is None else slots[..., :filled]
-    batch, kv_heads = keys.shape[:2]
     pages = bits.shape[-1]
     if slots is None:
         tokens = keys.shape[2]
     else:
         tokens = pages * page_size if bias is None else bias.shape[-1]
-    if not compat.statically_known_true(ids.shape[-1] <= pages):
-        # No more pages are valid than there are, and padding comes last. (A slice would guard on which is smaller.)
-        first = torch.arange(torch.sym_min(ids.shape[-1], pages), device=q.device)
-        ids = ids.index_select(-1, first)
-        slots = None if slots is None else slots.index_select(-1, first)
-    selected = ids.shape[-1]
-    work = _work_dtype(q)
-    page = _materialise(ids.clamp(min=0).long())
-    offsets = torch.arange(page_size, device=q.device)
-    at = (page.unsqueeze(-1) * page_size + offsets).clamp(max=tokens - 1)
-    b = torch.arange(batch, device=q.device).view(-1, 1, 1, 1)
-    h = torch.arange(kv_heads, device=q.device).view(1, -1, 1, 1)
-    where: tuple[Tensor, ...] = (b, h, at)
+    chosen = Chosen(ids, page_size, pages, tokens)
+    where: tuple[Tensor, ...] = (*chosen.rows, chosen.at)
     if slots is not None:
-        where = (b, h, (slots.clamp(min=0).long() & (MISSING - 1)).unsqueeze(-1), offsets)
-
-    def attended(words: Tensor) -> Tensor:
-        """Words ``[Bm, H, G, P]`` at the selected pages, as booleans ``[B, Hkv, G, K, page_size]``."""
-        group = words.shape[2]
-        words = words.expand(batch, kv_heads, group, pages)
-        words = words.gather(-1, page.unsqueeze(2).expand(batch, kv_heads, group, selected))
-        return unpack(_materialise(torch.where(ids.unsqueeze(2) < 0, 0, words)), page_size)
-
-    query = q[:, :, 0].unflatten(1, (kv_heads, -1)).to(work) * scale
-    logits = _dot(_materialise(query), keys[where])
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    if bias is not None:
-        spread = _by_group(bias[:, :, 0], kv_heads)
-        group = spread.shape[2]
-        spread = spread.expand(batch, kv_heads, group, tokens)
-        spread_at = at.flatten(2).unsqueeze(2).expand(batch, kv_heads, group, selected * page_size)
-        logits = logits + spread.gather(-1, spread_at).unflatten(-1, (selected, page_size)).to(work)
-    takes_part = attended(_by_group(bits, kv_heads))
-    logits = _materialise(torch.where(takes_part, logits, -math.inf).contiguous()).flatten(-2)
+        held = chosen.cut(slots).clamp(min=0).long() & (MISSING - 1)
+        where = (*chosen.rows, held.unsqueeze(-1), chosen.offsets)
+    work = work_dtype(q)
+    logits = selected_logits(q, keys[where], chosen, bits, bias, scale, softcap).flatten(-2)
     # An empty row has no maximum; the clamp makes its weights zero instead of nan.
     largest = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(work).min)
     weights = torch.exp(logits - largest)
     total = weights.sum(-1, keepdim=True)
     # Weights of zero do not silence what may be a nan.
-    seen = attended(kv_head_words(bits, kv_heads).unsqueeze(2)).squeeze(2)
-    v = _materialise(torch.where(seen.unsqueeze(-1), values[where], 0).to(work)).flatten(2, 3)
+    seen = chosen.attended(kv_head_words(bits, keys.shape[1]).unsqueeze(2)).squeeze(2)
+    v = materialise(torch.where(seen.unsqueeze(-1), values[where], 0).to(work)).flatten(2, 3)
     out = torch.matmul(weights, v) / total.clamp(min=torch.finfo(work).tiny)
     lse = (largest + torch.log(total)).float().squeeze(-1)
     return out.to(q.dtype).flatten(1, 2).unsqueeze(2), lse.flatten(1, 2).unsqueeze(2)

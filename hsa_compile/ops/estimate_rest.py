@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ._library import define
-from .aten import _by_group, _dot, _materialise, _work_dtype, popcount
+from .aten import by_group, dot, materialise, popcount, work_dtype
 from .page_mask import unpack
 from .summarize import kv_head_words
 
@@ -117,24 +117,24 @@ def estimate_rest(
 ) -> tuple[Tensor, Tensor]:
     """Tensor expressions over pages, for every device: nothing in it is as long as the cache."""
     batch, kv_heads, pages = key_means.shape[:3]
-    work = _work_dtype(q)
+    work = work_dtype(q)
     lowest, least = torch.finfo(work).min, torch.finfo(work).tiny
     keys, values = key_means[..., : q.shape[-1]], value_means
     # What is padding of ids marks a page behind the last.
     selected = torch.zeros((batch, kv_heads, pages + 1), dtype=torch.bool, device=q.device)
     selected = selected.scatter(-1, torch.where(ids < 0, pages, ids).long(), True)[..., :pages]
-    mass = popcount(_by_group(bits, kv_heads)).to(work).log()
+    mass = popcount(by_group(bits, kv_heads)).to(work).log()
     if bias is not None:
-        mass = mass + _by_group(bias, kv_heads).to(work)
+        mass = mass + by_group(bias, kv_heads).to(work)
     mass = torch.where(selected.unsqueeze(2), -math.inf, mass)
     if prototypes:
         tokens = popcount(kv_head_words(bits, kv_heads)).to(work)
-        keys, values, mass = _prototypes(keys, values, _materialise(mass), tokens, prototypes)
+        keys, values, mass = _prototypes(keys, values, materialise(mass), tokens, prototypes)
     query = q[:, :, 0].unflatten(1, (kv_heads, -1)).to(work) * scale
-    scores = _dot(_materialise(query), keys)
+    scores = dot(materialise(query), keys)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = _materialise((scores + mass).contiguous())
+    scores = materialise((scores + mass).contiguous())
     # Where nothing is left there is no largest; the clamp makes weights zero instead of nan.
     largest = scores.amax(-1, keepdim=True).clamp(min=lowest)
     weights = torch.exp(scores - largest)

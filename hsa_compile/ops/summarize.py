@@ -8,6 +8,8 @@
                                    or [B, Hkv, P, 3], with what ``hsa::select_accumulated`` keeps
     tail     [B, Hkv, T, D]        the slot of the position's page in a pool (``hsa::append``), or None; T = page_size
     written                        how many tokens this step wrote, one behind the other; one where there is a tail
+    signs    [B, Hkv, P, T * W]    int64, written with each summary: the signs of the page's tokens
+                                   (``hsa::select_tokens``), or None; only of cuboids, and without a tail
 
 A page is stale, and is summarised anew over the tokens that any query head of the KV head can attend, when
 
@@ -49,6 +51,7 @@ from torch.nn import functional as F
 from .. import algorithms
 from ._library import define, implement
 from .page_mask import unpack
+from .signs import signs_of
 
 NEVER = -1
 APART = -64
@@ -62,7 +65,7 @@ _NUMBERS_AT_ONCE = 1 << 19
 
 define(
     "summarize(Tensor keys, Tensor bits, Tensor position, Tensor(a!) summary, Tensor(b!) covered, "
-    "str algorithm, int page_size, Tensor? tail=None, int written=1) -> ()"
+    "str algorithm, int page_size, Tensor? tail=None, int written=1, Tensor(c!)? signs=None) -> ()"
 )
 define(
     "store_summary(Tensor keys, Tensor bits, Tensor position, Tensor fresh, Tensor others, Tensor left, "
@@ -155,11 +158,16 @@ def _refresh_page(
     summary: Tensor,
     score: algorithms.PageScore,
     page_size: int,
+    signs: Tensor | None = None,
 ) -> None:
     """Summarise one page of every row, ``tokens [B, Hkv, up to T, D]``; ``words [Bm, 1 or Hkv, P]``."""
     if tokens.shape[2] < page_size:
         tokens = F.pad(tokens, (0, 0, 0, page_size - tokens.shape[2]))
-    summary.select(2, page).copy_(_page_summaries(score, tokens, words.select(2, page), page_size))
+    word = words.select(2, page)
+    summary.select(2, page).copy_(_page_summaries(score, tokens, word, page_size))
+    if signs is not None:
+        fresh = signs_of(tokens, unpack(word, page_size), summary.select(2, page))
+        signs.select(2, page).copy_(fresh)
 
 
 def _refresh_pages(
@@ -170,6 +178,7 @@ def _refresh_pages(
     score: algorithms.PageScore,
     page_size: int,
     tail: Tensor | None = None,
+    signs: Tensor | None = None,
 ) -> None:
     """Summarise the pages marked in ``stale [B, Hkv, P]``, read from ``tail`` if it is given; ``words [B, Hkv, P]``."""
     last = keys.shape[2] - 1
@@ -182,7 +191,10 @@ def _refresh_pages(
             page = keys[b.unsqueeze(-1), h.unsqueeze(-1), at]
         else:
             page = tail[b, h]
-        summary[b, h, p] = _page_summaries(score, page, words[b, h, p], page_size).to(summary.dtype)
+        word = words[b, h, p]
+        summary[b, h, p] = _page_summaries(score, page, word, page_size).to(summary.dtype)
+        if signs is not None:
+            signs[b, h, p] = signs_of(page, unpack(word, page_size), summary[b, h, p])
 
 
 def _refresh(
@@ -195,6 +207,7 @@ def _refresh(
     page_size: int,
     tail: Tensor | None = None,
     count: int = 1,
+    signs: Tensor | None = None,
 ) -> None:
     """Bring the summary up to date, but not yet what it covers; ``count`` tokens were written.
 
@@ -224,10 +237,10 @@ def _refresh(
         # Where a row does not meet what it expects, all rows read the keys; the others find the same there.
         from_keys = tail is None or not met.select(2, page).all()
         tokens = keys[:, :, page * page_size : (page + 1) * page_size] if from_keys else tail
-        _refresh_page(tokens, words, page, summary, score, page_size)
+        _refresh_page(tokens, words, page, summary, score, page_size, signs)
         stale.select(2, page).fill_(False)
     if stale.any():
-        _refresh_pages(keys, words.expand_as(stale), stale, summary, score, page_size)
+        _refresh_pages(keys, words.expand_as(stale), stale, summary, score, page_size, None, signs)
 
 
 def store_summary(
@@ -270,9 +283,10 @@ def summarize(
     page_size: int,
     tail: Tensor | None = None,
     written: int = 1,
+    signs: Tensor | None = None,
 ) -> None:
     """PyTorch implementation: work in proportion to the stale pages, beside one look at the words."""
-    _refresh(keys, bits, position, summary, covered, algorithm, page_size, tail, written)
+    _refresh(keys, bits, position, summary, covered, algorithm, page_size, tail, written, signs)
     left = expected(keys, position if written > 1 else position + written, tail)
     if written > 1:
         left = torch.where(position.unsqueeze(-1) < 0, NEVER, left)
@@ -289,6 +303,7 @@ def fake(
     page_size: int,
     tail: Tensor | None = None,
     written: int = 1,
+    signs: Tensor | None = None,
 ) -> None:
     return None
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hsa_compile import algorithms
+from hsa_compile.ops.signs import signs_width
 from hsa_compile.ops.summarize import NEVER
 
 
@@ -32,6 +33,8 @@ class SummaryLayout:
     dtype: torch.dtype
     value_dim: int = 0
     pool_slots: int = 0
+    signs: bool = False
+    """Whether an index of the single tokens is kept beside (``hsa_compile.ops.select_tokens``)."""
 
     @property
     def width(self) -> int:
@@ -43,7 +46,7 @@ class SummaryLayout:
 
 
 class PageState:
-    """Summary ``[B, Hkv, P, R]`` and coverage ``[B, Hkv, P, 2 or 3]`` of one cache tensor.
+    """Summary ``[B, Hkv, P, R]`` and coverage ``[B, Hkv, P, 2 or 3]`` of one cache tensor, and signs of its tokens.
 
     ``page_major`` storage keeps strides independent of the number of pages, so that a cache of growing length can be
     compiled once; otherwise pages of one KV head are contiguous.
@@ -55,6 +58,9 @@ class PageState:
         self.layout, self.batch, self.device, self.page_major = layout, batch, device, page_major
         self.summary = self._allocate(0, layout.width, layout.dtype)
         self.covered = self._allocate(0, layout.covered_width, torch.int64)
+        self.signs: Tensor | None = None
+        if layout.signs:
+            self.signs = self._allocate(0, self._sign_words, torch.int64)
         self.seen: list[tuple[int | None, int]] | None = None
         self.pool: PagePool | None = None
         self.position: int | None = None
@@ -69,8 +75,12 @@ class PageState:
                 ).permute(1, 2, 0, 3)
             return torch.zeros((batch, heads, pages, width), dtype=dtype, device=self.device)
 
-    def views(self, pages: int) -> tuple[Tensor, Tensor]:
-        """Summary and coverage of the first ``pages`` pages; grows where there are fewer."""
+    @property
+    def _sign_words(self) -> int:
+        return signs_width(self.layout.page_size, self.layout.head_dim)
+
+    def views(self, pages: int) -> tuple[Tensor, ...]:
+        """Summary and coverage of the first ``pages`` pages, and signs; grows where there are fewer."""
         have = self.summary.shape[2]
         if have < pages:
             room = max(pages, have + have // 2) if self.page_major else pages
@@ -80,7 +90,12 @@ class PageState:
             summary[:, :, :have] = self.summary
             covered[:, :, :have] = self.covered
             self.summary, self.covered = summary, covered
-        return self.summary[:, :, :pages], self.covered[:, :, :pages]
+            if self.signs is not None:
+                signs = self._allocate(room, self._sign_words, torch.int64)
+                signs[:, :, :have] = self.signs
+                self.signs = signs
+        held = (self.summary, self.covered, self.signs)
+        return tuple(tensor[:, :, :pages] for tensor in held if tensor is not None)
 
     def inputs(self, pages: int) -> tuple[Tensor, ...]:
         """What the graph is given: summary and coverage of the first ``pages`` pages, and the pool."""
@@ -101,7 +116,8 @@ class PageState:
         return {address for _, address in self.seen or ()}
 
     def bytes(self) -> int:
-        return self.summary.nbytes + self.covered.nbytes
+        signs = 0 if self.signs is None else self.signs.nbytes
+        return self.summary.nbytes + self.covered.nbytes + signs
 
 
 class PagePool:

@@ -112,6 +112,8 @@ class Printer:
             "checked_position": "position",
             "select": "ids, counts",
             "strided_pages": "ids, counts",
+            "refine": "tokens, read",
+            "select_tokens": "tokens, read",
             "sparse_attention": "out, lse",
             "fetch_attention": "out, lse",
             "estimate_rest": "all, total",

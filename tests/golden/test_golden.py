@@ -259,6 +259,103 @@ return [2, 1, 128] f32
 """,
         )
 
+    def test_llama_static_two_stage(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("llama", "static", budget=24, granularity="two_stage"),
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+keys_1 = input [2, 2, 128, 16] f32
+values_1 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 32] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_summary_1 = input [2, 2, 8, 32] f32
+hsa_covered_1 = input [2, 2, 8, 2] i64
+hsa_counters_0 = input [2, 2] i64
+position_0 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
+index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, 7, 6, 0, 4, 16, softmax_mean)
+tokens_0, read_0 = hsa.refine([2, 4, 1, 16] f32, keys_0, ids_0, counts_0, bits_0, None, 0.25, 16, 24, 24, 0, 4, 16, softmax_mean)
+bits_1 = hsa.page_mask([2, 1, 1, 128] b8, 1)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, tokens_0, None, bits_1, None, 0.25, 1)
+position_1 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_1, 2, position_1, [2, 2, 1, 16] f32)
+index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
+hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, 7, 6, 0, 4, 16, softmax_mean)
+tokens_1, read_1 = hsa.refine([2, 4, 1, 16] f32, keys_1, ids_1, counts_1, bits_0, None, 0.25, 16, 24, 24, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, tokens_1, None, bits_1, None, 0.25, 1)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_llama_static_token(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("llama", "static", budget=24, granularity="token"),
+            """\
+keys_0 = input [2, 2, 128, 16] f32
+values_0 = input [2, 2, 128, 16] f32
+keys_1 = input [2, 2, 128, 16] f32
+values_1 = input [2, 2, 128, 16] f32
+hsa_summary_0 = input [2, 2, 8, 32] f32
+hsa_covered_0 = input [2, 2, 8, 2] i64
+hsa_signs_0 = input [2, 2, 8, 16] i64
+hsa_summary_1 = input [2, 2, 8, 32] f32
+hsa_covered_1 = input [2, 2, 8, 2] i64
+hsa_signs_1 = input [2, 2, 8, 16] i64
+hsa_counters_0 = input [2, 2] i64
+position_0 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_0, 2, position_0, [2, 2, 1, 16] f32)
+index_copy_(values_0, 2, position_0, [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([2, 1, 1, 128] b8, 16)
+hsa.summarize(keys_0, bits_0, [1] i64, hsa_summary_0, hsa_covered_0, cuboid, 16, None, 1, hsa_signs_0)
+tokens_0, read_0 = hsa.select_tokens([2, 4, 1, 16] f32, hsa_summary_0, hsa_signs_0, bits_0, None, 0.25, 16, 24, 24, 0, 4, 16, softmax_mean)
+bits_1 = hsa.page_mask([2, 1, 1, 128] b8, 1)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, tokens_0, None, bits_1, None, 0.25, 1)
+position_1 = hsa.checked_position([1] i64, 128, False)
+index_copy_(keys_1, 2, position_1, [2, 2, 1, 16] f32)
+index_copy_(values_1, 2, position_1, [2, 2, 1, 16] f32)
+hsa.summarize(keys_1, bits_0, [1] i64, hsa_summary_1, hsa_covered_1, cuboid, 16, None, 1, hsa_signs_1)
+tokens_1, read_1 = hsa.select_tokens([2, 4, 1, 16] f32, hsa_summary_1, hsa_signs_1, bits_0, None, 0.25, 16, 24, 24, 0, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, tokens_1, None, bits_1, None, 0.25, 1)
+return [2, 1, 128] f32
+""",
+        )
+
+    def test_llama_dynamic_two_stage_of_a_fraction(self) -> None:
+        self.assertExpectedInline(
+            decode_graph("llama", "dynamic", budget=0.1, granularity="two_stage"),
+            """\
+keys_0 = input [2, 2, n0 + 1, 16] f32
+values_0 = input [2, 2, n1 + 1, 16] f32
+keys_1 = input [2, 2, n0 + 1, 16] f32
+values_1 = input [2, 2, n2 + 1, 16] f32
+hsa_summary_0 = input [2, 2, ((n0//16)) + 1, 32] f32
+hsa_covered_0 = input [2, 2, ((n0//16)) + 1, 2] i64
+hsa_summary_1 = input [2, 2, ((n0//16)) + 1, 32] f32
+hsa_covered_1 = input [2, 2, ((n0//16)) + 1, 2] i64
+hsa_counters_0 = input [2, 2] i64
+copy_(keys_0[:, :, -1:], [2, 2, 1, 16] f32)
+copy_(values_0[:, :, -1:], [2, 2, 1, 16] f32)
+bits_0 = hsa.page_mask([2, 1, 1, n0 + 1] b8, 16)
+hsa.summarize(keys_0, bits_0, full((1), n0), hsa_summary_0, hsa_covered_0, cuboid, 16)
+ids_0, counts_0 = hsa.select([2, 4, 1, 16] f32, hsa_summary_0, bits_0, 0.25, cuboid, 16, (((26214*n0 + 1074789)//1048576)) + 4, 0, 26214, 4, 16, softmax_mean)
+tokens_0, read_0 = hsa.refine([2, 4, 1, 16] f32, keys_0, ids_0, counts_0, bits_0, None, 0.25, 16, (((6554*n0 + 72089)//65536)) + 20, 0, 6554, 4, 16, softmax_mean)
+bits_1 = hsa.page_mask([2, 1, 1, n0 + 1] b8, 1)
+out_0, lse_0 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_0, values_0, tokens_0, None, bits_1, None, 0.25, 1)
+copy_(keys_1[:, :, -1:], [2, 2, 1, 16] f32)
+copy_(values_1[:, :, -1:], [2, 2, 1, 16] f32)
+hsa.summarize(keys_1, bits_0, full((1), n0), hsa_summary_1, hsa_covered_1, cuboid, 16)
+ids_1, counts_1 = hsa.select([2, 4, 1, 16] f32, hsa_summary_1, bits_0, 0.25, cuboid, 16, (((26214*n0 + 1074789)//1048576)) + 4, 0, 26214, 4, 16, softmax_mean)
+tokens_1, read_1 = hsa.refine([2, 4, 1, 16] f32, keys_1, ids_1, counts_1, bits_0, None, 0.25, 16, (((6554*n0 + 72089)//65536)) + 20, 0, 6554, 4, 16, softmax_mean)
+out_1, lse_1 = hsa.sparse_attention([2, 4, 1, 16] f32, keys_1, values_1, tokens_1, None, bits_1, None, 0.25, 1)
+return [2, 1, 128] f32
+""",
+        )
+
     def test_llama_dynamic(self) -> None:
         self.assertExpectedInline(
             decode_graph("llama", "dynamic"),

@@ -20,10 +20,14 @@ from torch.nn import functional as F
 from hsa_compile import LayerPolicy, algorithms
 from hsa_compile.lowering.limits import MAX_STEP
 from hsa_compile.ops.estimate_rest import estimate_rest_reference
-from hsa_compile.ops.page_mask import attendable, page_mask
+from hsa_compile.ops.page_mask import attendable, page_mask, unpack
+from hsa_compile.ops.refine import refine_reference
 from hsa_compile.ops.select import FRACTION_UNIT, select_reference
+from hsa_compile.ops.select_tokens import select_tokens_reference
+from hsa_compile.ops.signs import signs_of
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
 from hsa_compile.ops.strided_pages import strided_pages_reference
+from hsa_compile.ops.summarize import per_kv_head
 
 from .helpers import transformers
 
@@ -79,20 +83,21 @@ def sparse_attention(
     mask = mask.expand(q.shape[0], -1, -1, -1)
     bits = page_mask(mask, policy.page_size)
     summary = page_summaries(keys, attendable(mask), policy)
+    of_pages = policy.of_pages
     whole, each = not isinstance(policy.budget, float), policy.budget
     each = each if isinstance(each, tuple) else ()
     rule = (
         policy.page_size,
         bits.shape[-1],
-        ceil(policy.budget / policy.page_size) if whole and not each else 0,
-        0 if whole else round(policy.budget * FRACTION_UNIT),
+        ceil(of_pages.budget / policy.page_size) if whole and not each else 0,
+        0 if whole else round(of_pages.budget * FRACTION_UNIT),
         policy.sink,
         policy.recent,
     )
     if policy.algorithm == "three_level":
-        ids, _ = strided_pages_reference(bits, *keys.shape[:2], *rule)
+        ids, counts = strided_pages_reference(bits, *keys.shape[:2], *rule)
     else:
-        ids, _ = select_reference(
+        ids, counts = select_reference(
             q,
             summary,
             bits,
@@ -106,9 +111,34 @@ def sparse_attention(
             head_pages=[ceil(tokens / policy.page_size) for tokens in each],
             dense_below=policy.dense_below,
         )
-    bias = None if mask.dtype == torch.bool else mask
+    bias, page_size = None if mask.dtype == torch.bool else mask, policy.page_size
+    if policy.granularity == "token":
+        paged = F.pad(keys, (0, 0, 0, -keys.shape[2] % page_size)).unflatten(2, (-1, page_size))
+        present = unpack(per_kv_head(bits, len(q), keys.shape[1]), page_size)
+        ids, _ = select_tokens_reference(
+            *(
+                q,
+                summary,
+                signs_of(paged, present, summary),
+                bits,
+                bias,
+                scale,
+                page_size,
+                keys.shape[2],
+            ),
+            *(policy.budget, 0) if whole else (0, round(policy.budget * FRACTION_UNIT)),
+            *(policy.sink, policy.recent, policy.group_reduce, softcap),
+        )
+    if policy.granularity == "two_stage":
+        ids, _ = refine_reference(
+            *(q, keys, ids, counts, bits, bias, scale, page_size, keys.shape[2]),
+            *(policy.budget, 0) if whole else (0, round(policy.budget * FRACTION_UNIT)),
+            *(policy.sink, policy.recent, policy.group_reduce, softcap),
+        )
+    if policy.granularity != "page":
+        bits, page_size = page_mask(mask, 1), 1
     out, lse = sparse_attention_reference(
-        q, keys, values, ids, None, bits, bias, scale, policy.page_size, softcap
+        q, keys, values, ids, None, bits, bias, scale, page_size, softcap
     )
     if policy.estimates:
         means = (page_summaries(x, attendable(mask), policy, "mean") for x in (keys, values))

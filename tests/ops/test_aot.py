@@ -13,6 +13,7 @@ from torch import Tensor
 from hsa_compile import algorithms, templates
 from hsa_compile.lowering import options, standalone
 from hsa_compile.lowering.options import Config, Constants, Rows
+from hsa_compile.ops.signs import signs_width
 
 from .interpreted import Check, child_process
 
@@ -56,6 +57,7 @@ class Case:
     ragged: bool = False
     decay: float = 0.0
     written: int = 1
+    signs: bool = False
 
     def kernel(self, name: str) -> Kernel:
         heads, pages = self.kv_heads * self.group, self.tokens // self.page
@@ -82,6 +84,10 @@ class Case:
             }
             if self.decay:
                 inputs["covered"] = meta(self.batch, self.kv_heads, pages, 3, dtype=torch.int64)
+            if self.signs:
+                words = signs_width(self.page, self.dim)
+                shape = (self.batch, self.kv_heads, pages, words)
+                inputs["signs"] = meta(*shape, dtype=torch.int64)
             if self.pool:
                 inputs["tail"] = meta(
                     self.batch, self.kv_heads, self.page, self.dim, dtype=self.dtype
@@ -98,6 +104,7 @@ class Case:
                     self.pool,
                     self.written,
                     self.decay > 0,
+                    self.signs,
                 ),
                 options.summarize_configs(self.page, self.dim),
                 inputs,
@@ -284,6 +291,12 @@ def test_summaries_with_a_tail_compile(child: Check, literal: bool) -> None:
 def test_summaries_of_several_tokens_compile(child: Check, written: int) -> None:
     child(check_compiles, Case(written=written), "summarize", early=True)
     case = Case(written=written, per_head=True, known_pages=False)
+    child(check_compiles, case, "summarize", literal=False)
+
+
+def test_signs_compile(child: Check) -> None:
+    child(check_compiles, Case(signs=True), "summarize", early=True)
+    case = Case(signs=True, dim=80, dtype=torch.float32, per_head=True)
     child(check_compiles, case, "summarize", literal=False)
 
 

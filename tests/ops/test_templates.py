@@ -10,9 +10,10 @@ import torch
 from hsa_compile import algorithms, ops  # noqa: F401
 from hsa_compile.lowering import standalone
 from hsa_compile.lowering.options import Config
-from hsa_compile.ops.page_mask import page_mask
+from hsa_compile.ops.page_mask import page_mask, unpack
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages, select_reference
-from hsa_compile.ops.summarize import APART, summarize
+from hsa_compile.ops.signs import signs_of, signs_width
+from hsa_compile.ops.summarize import APART, per_kv_head, summarize
 
 from .interpreted import Check, Shape, child_process, make_cache, make_mask, poison, state
 
@@ -191,6 +192,28 @@ def check_one_page_dominates() -> None:
     assert ids.flatten().tolist() == [1, 3, 4, 5, 9]
 
 
+def check_signs(shape: Shape, kind: str, dtype: torch.dtype) -> None:
+    """Signs are those about the centre that was stored; pages that are not stale keep theirs."""
+    mask = make_mask(kind, shape)
+    keys = poison(make_cache(shape, shape.dim, dtype, True), mask, shape)
+    bits = page_mask(mask, shape.page)
+    summary, covered = state(shape, bits.shape[-1], "cuboid", dtype)
+    signs = torch.full((*summary.shape[:3], signs_width(shape.page, shape.dim)), -7)
+    rest = (bits, torch.tensor([shape.tokens - 2]), summary, covered, "cuboid", shape.page, None, 1)
+    standalone.summarize(keys, *rest, signs)
+    pages = keys.new_zeros((*keys.shape[:2], summary.shape[2] * shape.page, shape.dim))
+    pages[:, :, : shape.tokens] = keys
+    pages = pages.unflatten(2, (-1, shape.page))
+    present = unpack(per_kv_head(bits, shape.batch, shape.kv_heads), shape.page)
+    assert torch.equal(signs, signs_of(pages, present, summary))
+    signs.fill_(-7)
+    rest = (bits, torch.tensor([shape.tokens - 1]), *rest[2:])
+    standalone.summarize(keys, *rest, signs)
+    last = (shape.tokens - 1) // shape.page
+    assert (signs[:, :, :last] == -7).all()
+    assert torch.equal(signs[:, :, last:], signs_of(pages, present, summary)[:, :, last:])
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Check]:
     with child_process() as run:
@@ -218,6 +241,19 @@ def test_summaries(interpreted: Check, algorithm: str, dtype: torch.dtype) -> No
 def test_summaries_of_masked_caches(interpreted: Check, shape: Shape, kind: str) -> None:
     interpreted(check_summarize, shape, "cuboid", torch.bfloat16, kind, True)
     interpreted(check_summarize, shape, "quest", torch.float32, kind, False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),
+    [
+        (Shape(dim=64, page=16, tokens=50), "batch full", torch.float32),
+        (Shape(dim=72, page=32, tokens=70), "row full", torch.bfloat16),
+        (Shape(dim=24, page=64, tokens=70), "heads", torch.float16),
+    ],
+    ids=str,
+)
+def test_signs(interpreted: Check, shape: Shape, kind: str, dtype: torch.dtype) -> None:
+    interpreted(check_signs, shape, kind, dtype)
 
 
 def test_only_stale_pages_are_summarised(interpreted: Check) -> None:

@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 SCALE, PAGE, SLOTS = 0.125, 32, 8
 PAGE_MASK = torch.ops.hsa.page_mask.default
 PAGE_BIAS = torch.ops.hsa.page_bias.default
+TOKENS = (torch.ops.hsa.refine.default, torch.ops.hsa.select_tokens.default)
 KERNELS = {"summarize": 1, "select": 2, "sparse_attention": 2}
 Step = Callable[..., object]
 
@@ -106,7 +107,7 @@ def written_code(function: Step, args: list[Tensor]) -> str:
     def backend(gm: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., object]:
         lowering.register()
         patches = {"cpu_backend": "triton", "force_disable_caches": True}
-        whole = {op: ops.DECOMPOSITIONS[op] for op in (PAGE_MASK, PAGE_BIAS)}
+        whole = {op: ops.DECOMPOSITIONS[op] for op in (PAGE_MASK, PAGE_BIAS, *TOKENS)}
         return compat.compile_with_inductor(gm, example, patches, whole, "test")
 
     triton.runtime.driver.set_active(
@@ -236,6 +237,64 @@ def check_what_accumulates(token_major: bool) -> None:
     assert not calls_of_ops(code)
 
 
+def check_single_tokens(growing: bool) -> None:
+    """Keys of the selected pages are read in the loop that multiplies them, and never stored."""
+
+    def chosen(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *state: Tensor) -> object:
+        summary = state[1]
+        torch._check((keys.shape[2] + PAGE - 1) // PAGE == summary.shape[2])
+        bits = torch.ops.hsa.page_mask(mask, PAGE)
+        rule = (SCALE, "cuboid", PAGE, SLOTS, SLOTS, 0, 1, 32, "softmax_mean")
+        ids, counts = torch.ops.hsa.select(q, summary, bits, *rule)
+        rest = (bits, None, SCALE, PAGE, 96, 96, 0, 1, 32, "softmax_mean")
+        tokens, counts = torch.ops.hsa.refine(q, keys, ids, counts, *rest)
+        words = torch.ops.hsa.page_mask(mask, 1)
+        out, _ = torch.ops.hsa.sparse_attention(
+            q, keys, values, tokens, None, words, None, SCALE, 1
+        )
+        return out.transpose(1, 2).flatten(2), counts
+
+    args = inputs(1024, torch.bfloat16, token_major=growing)
+    for index, dim in ((1, 2), (2, 2), (3, 3), (5, 2), (6, 2)) if growing else ():
+        torch._dynamo.mark_dynamic(args[index], dim)
+    code = written_code(chosen, args)
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 4
+    assert not calls_of_ops(code)
+    rows = {size for size in allocations(code) if size.endswith(", 64)")}
+    assert rows <= {"(2, 2, 4, 64)", "(2, 8, 1, 64)"}  # the query, and the result
+
+
+def check_tokens_by_signs(growing: bool) -> None:
+    """The index is written in place by the kernel of the summaries; the keys that it stands for are never stored."""
+
+    def chosen(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *state: Tensor) -> object:
+        position, summary, covered, signs = state
+        torch._check((keys.shape[2] + PAGE - 1) // PAGE == summary.shape[2])
+        torch._check(signs.shape[2] == summary.shape[2])
+        bits = torch.ops.hsa.page_mask(mask, PAGE)
+        rest = (position, summary, covered, "cuboid", PAGE, None, 1, signs)
+        torch.ops.hsa.summarize(keys, bits, *rest)
+        told = (bits, None, SCALE, PAGE, 96, 96, 0, 1, 32, "softmax_mean")
+        tokens, counts = torch.ops.hsa.select_tokens(q, summary, signs, *told)
+        words = torch.ops.hsa.page_mask(mask, 1)
+        out, _ = torch.ops.hsa.sparse_attention(
+            q, keys, values, tokens, None, words, None, SCALE, 1
+        )
+        return out.transpose(1, 2).flatten(2), counts
+
+    args = inputs(1024, torch.bfloat16, token_major=growing)
+    args.append(torch.zeros(2, 2, 32, PAGE, dtype=torch.int64))
+    grows = ((1, 2), (2, 2), (3, 3), (5, 2), (6, 2), (7, 2))
+    for index, dim in grows if growing else ():
+        torch._dynamo.mark_dynamic(args[index], dim)
+    code = written_code(chosen, args)
+    assert sum(name.startswith("triton_tem") for name in launches(code)) == 3
+    assert not calls_of_ops(code)
+    sizes = allocations(code)
+    assert {size for size in sizes if size.endswith(", 64)")} <= {"(2, 2, 4, 64)", "(2, 8, 1, 64)"}
+    assert not {"(2, 2, 32, 128)", "(2, 2, 32, 2)", "(2, 2, 32, 32)"} & set(sizes)
+
+
 def check_eager_fallback() -> None:
     code = written_code(step, inputs(1024, torch.float64, token_major=False))
     assert not any(name.startswith("triton_tem") for name in launches(code))
@@ -289,6 +348,16 @@ def test_rows_that_may_be_read_whole(child: Check) -> None:
 @pytest.mark.parametrize("token_major", [False, True], ids=["static", "growing"])
 def test_what_is_accumulated_is_written_in_place(child: Check, token_major: bool) -> None:
     child(check_what_accumulates, token_major)
+
+
+@pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
+def test_single_tokens(child: Check, growing: bool) -> None:
+    child(check_single_tokens, growing)
+
+
+@pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
+def test_tokens_by_signs(child: Check, growing: bool) -> None:
+    child(check_tokens_by_signs, growing)
 
 
 def test_what_no_kernel_takes_runs_eagerly(child: Check) -> None:
