@@ -36,7 +36,7 @@ def says(*parts: str) -> str:
 def test_the_default_layer():
     assert LayerPolicy() == LayerPolicy("cuboid", 2048, 32, 4, 64, "softmax_mean", "device")
     assert PRESETS["default"] == PRESETS["cuboid"] == LayerPolicy()
-    assert algorithm_names() == (*("dense", "cuboid", "mean", "quest", "streaming", "three_level"),)
+    assert algorithm_names() == ("dense", "cuboid", "mean", "quest", "streaming", "three_level")
 
 
 @pytest.mark.parametrize(
