@@ -16,6 +16,7 @@ from benchmarks.accuracy.errors import AccuracyError
 from benchmarks.accuracy.store import Store
 from hsa_compile import LayerPolicy, Policy, PolicyError
 from hsa_compile.ops.select import select_reference
+from hsa_compile.ops.strided_pages import strided_pages_reference
 
 from .models.reference import page_summaries
 
@@ -197,7 +198,7 @@ def test_mass_is_that_of_attention_written_out():
 
 
 @pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("algorithm", ["cuboid", "mean", "quest", "streaming"])
+@pytest.mark.parametrize("algorithm", ["cuboid", "mean", "quest", "streaming", "three_level"])
 def test_captured_mass_against_brute_force(algorithm, additive):
     q, keys, seen = _case()
     policy = LayerPolicy(algorithm=algorithm, budget=48, page_size=16, sink=2, recent=3)
@@ -205,12 +206,15 @@ def test_captured_mass_against_brute_force(algorithm, additive):
     step = mass.Step(q, keys, mask, 0.4)
     got, best = step.captured(policy)
     ids = step.selected(policy)
-    summary, bits = step._summary(algorithm, 16)
+    summary, bits = step._summary(policy.score, 16)
     if algorithm != "streaming":  # which keeps nothing of a page
         torch.testing.assert_close(summary, page_summaries(keys, seen, policy))
-    reference, _ = select_reference(
-        q, summary, bits, 0.4, algorithm, 16, 5, 3, 0, 2, 3, "softmax_mean"
-    )
+    rule = (16, 5, 3, 0, 2, 3)
+    if algorithm == "three_level":
+        reference, _ = strided_pages_reference(bits, 2, 2, *rule)
+    else:
+        scored = (q, summary, bits, 0.4, algorithm)
+        reference, _ = select_reference(*scored, *rule, "softmax_mean")
     assert torch.equal(ids, reference)
     pages = torch.nn.functional.pad(step.mass, (0, 5)).unflatten(-1, (5, 16)).sum(-1)
     always = [{0, 4}, {0, 3, 4}]  # tokens 0, 1 and 67 to 69; 5, 6 and 63 to 65

@@ -125,6 +125,7 @@ def test_no_cache_answers_for_it(registered: PageScore) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"name": "three_level"}, "name 'three_level' is taken"),
         ({"name": "mean"}, r"name 'mean' is taken; valid: a name other than 'dense', 'cuboid'"),
         ({"name": "no name"}, r"name 'no name' is not valid; valid: letters, digits"),
         ({"parts": 0}, r"farthest: parts 0 is not valid; valid: an int from 1 to 4"),
@@ -140,7 +141,7 @@ def test_no_cache_answers_for_it(registered: PageScore) -> None:
             r"summarize returned numbers that are not finite",
         ),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_what_is_refused(changed: dict[str, object], message: str) -> None:
     before = algorithms.names()

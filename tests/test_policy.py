@@ -249,6 +249,11 @@ def test_signs_are_about_a_cuboid() -> None:
             "prefetch 'next_rank' is not valid; valid: 'none' with granularity 'two_stage'",
         ),
         ("top_p", 0.9, "top_p 0.9 is not valid; valid: 1 with granularity 'two_stage'"),
+        ("dense_below", 0.5, "dense_below 0.5 is not valid; valid: 0 with granularity 'two_stage'"),
+        ("budget", [64, 32], "budget [64, 32] is not valid; valid: one number with granularity"),
+        ("unselected", "centroids", "unselected 'centroids' is not valid; valid: 'drop' with"),
+        ("algorithm", "three_level", "algorithm 'three_level' is not valid; valid: one with page"),
+        ("algorithm", "heavy_hitters", "algorithm 'heavy_hitters' is not valid; valid: one with"),
         (
             "algorithm",
             "streaming",

@@ -50,7 +50,7 @@ def register(score: PageScore) -> None:
     """
     if _ALGORITHMS.get(score.name) == score:
         return
-    score.check(("dense", "three_level", *names()))
+    score.check(("dense", *names(), "three_level"))
     _ALGORITHMS[score.name] = score
     # Nobody can tell whether two functions of two processes are the same code, so caches on disk never answer for it.
     _OWN[score.name] = uuid.uuid4().hex

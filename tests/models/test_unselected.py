@@ -32,12 +32,12 @@ WHOLE = LayerPolicy(budget=144, page_size=16, unselected="centroids")
     [
         ("static", {}),
         ("dynamic", {"algorithm": "quest", "budget": 0.4}),
-        ("static", {"algorithm": "mean", "top_p": 0.5, "min_budget": 16}),
-        ("static", {"placement": "host", "algorithm": "quest", "prefetch": "next_rank"}),
         *(
             pytest.param(kind, more, marks=pytest.mark.slow)
             for kind, more in (
                 ("dynamic", {}),
+                ("static", {"algorithm": "mean", "top_p": 0.5, "min_budget": 16}),
+                ("static", {"placement": "host", "algorithm": "quest", "prefetch": "next_rank"}),
                 ("static", {"algorithm": "streaming"}),
                 ("dynamic", {"algorithm": "streaming"}),
                 ("dynamic", {"placement": "host", "algorithm": "quest", "prefetch": "next_rank"}),
@@ -55,12 +55,11 @@ def test_every_selection(kind: str, more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("static", {}),
         ("dynamic", {}),
         *(
             pytest.param(kind, more, marks=pytest.mark.slow)
             for kind in KINDS
-            for more in ({"budget": 0.4, "prototypes": 64}, {"placement": "host"})
+            for more in ({"recent": 24}, {"budget": 0.4, "prototypes": 64}, {"placement": "host"})
         ),
     ],
     ids=str,
@@ -87,19 +86,20 @@ def test_lossless_within_the_budget(kind: str, layer: LayerPolicy) -> None:
     assert all(site.decision == "sparse" for site in hsa_compile.explain(compiled).sites)
 
 
-def test_requests_of_other_padding_in_one_cache() -> None:
+@pytest.mark.parametrize("layer", [PART, LEVELS], ids=["centroids", "prototypes"])
+def test_requests_of_other_padding_in_one_cache(layer: LayerPolicy) -> None:
     """The second request is as long as the first had become, and its rows begin elsewhere; the cache is not reset."""
     model = tiny("llama")
-    compiled = compile_hsa(model, PART)
+    compiled = compile_hsa(model, layer)
     cache = new_cache(model, "static", 160)
     for seed, length, rows in ((0, 80, slice(None)), (1, 88, torch.tensor([2, 0, 1]))):
         asked = request(3, length, 8, 160, seed)
         asked = replace(asked, ids=asked.ids[rows], mask=asked.mask[rows])
-        with by_the_rule(model, PART):
+        with by_the_rule(model, layer):
             expected = decode(model, model, "static", asked)
-        for layer in cache.layers:  # where the next tokens go is counted there in some releases
-            if isinstance(getattr(layer, "cumulative_length", None), Tensor):
-                layer.cumulative_length.zero_()
+        for held in cache.layers:  # where the next tokens go is counted there in some releases
+            if isinstance(getattr(held, "cumulative_length", None), Tensor):
+                held.cumulative_length.zero_()
         got = decode(model, compiled, "static", asked, expected.tokens, cache)
         torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=1e-5)
 
