@@ -119,7 +119,8 @@ def _run(
     if options.run == "eager":
         return gm.forward
     devices = {held.device.type for held in inputs if isinstance(held, torch.Tensor)}
-    if "cuda" in devices:
+    # Attention to ragged rows stays whole on a CPU, too, and Inductor takes no op whole that it could decompose.
+    if "cuda" in devices or any(layer.dense_below for layer in options.policy.all()):
         from hsa_compile import lowering
 
         lowering.register()

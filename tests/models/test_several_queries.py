@@ -30,6 +30,7 @@ from .reference import by_the_rule
 from .spellings import SPELLINGS, Spelling
 
 PART = LayerPolicy(algorithm="cuboid", budget=48, page_size=16, sink=4, recent=16)
+UNEVEN = LayerPolicy(budget=[32, 64], page_size=16, sink=4, recent=8, dense_below=0.4)
 WHOLE = LayerPolicy(budget=144, page_size=16)
 QUERIES = 3
 # These spell the number of queries out as 1.
@@ -146,7 +147,7 @@ def check(
     asked = request(batch, 100, capacity=CAPACITY)
     dense = verified(model, model, kind, asked, ROUNDS)
     expected = dense
-    if policy is PART:
+    if policy is not WHOLE:
         with by_the_rule(model, policy):
             expected = verified(model, model, kind, asked, ROUNDS)
         assert (dense - expected).abs().max() > 1e-3, "nothing was left out"
@@ -161,7 +162,7 @@ def check(
 
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("policy", [WHOLE, PART], ids=["lossless", "sparse"])
+@pytest.mark.parametrize("policy", [WHOLE, PART, UNEVEN], ids=["lossless", "sparse", "uneven"])
 def test_drafts_are_verified(kind: str, batch: int, policy: LayerPolicy) -> None:
     check("llama", kind, batch, policy)
 

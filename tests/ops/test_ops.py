@@ -221,6 +221,18 @@ def test_sparse_attention(spelling: str, case: Case) -> None:
     check_attention(state, ids, HSA.sparse_attention(*attend(state, ids)))
 
 
+@pytest.mark.parametrize("filled", [0, 1, 7])
+def test_slots_that_no_row_fills(filled: int) -> None:
+    """A row fills more than the others, one none."""
+    state = build(Case(length=301, mask="full"))
+    ids = torch.full((2, 2, state.case.pages), -1, dtype=torch.int32)
+    ids[0, 0, :filled], ids[1, :, :2] = (
+        torch.arange(filled, dtype=torch.int32),
+        torch.tensor([3, 9]),
+    )
+    check_attention(state, ids, HSA.sparse_attention(*attend(state, ids), True))
+
+
 @RANDOM
 @given(cases())
 def test_lossless_within_the_budget(case: Case) -> None:
