@@ -26,11 +26,13 @@ class Cost:
 
     dense: keys and values once. sparse: page summaries and means, the packed mask, and the selected keys and values.
     break_even: the length from which the sparse step reads less, or None where it never does.
+    summaries: what is read to score pages, as a share of what dense attention reads.
     """
 
     dense: sympy.Expr
     sparse: sympy.Expr
     break_even: int | None
+    summaries: float = 0.0
 
     def at(self, tokens: int) -> tuple[int, int]:
         """Bytes at a length: dense, sparse."""
@@ -57,7 +59,8 @@ def cost_of(plan: LayerPlan) -> Cost:
         each = policy.head_pages or (policy.pages(0),)
         selected = sympy.Rational(sum(max(one, forced) for one in each) * page, len(each))
     sparse = heads * width * sympy.ceiling(S / page) + token * sympy.Min(S, selected)
-    return Cost(dense, sparse, _break_even(heads * width, page, token, selected))
+    even = _break_even(heads * width, page, token, selected)
+    return Cost(dense, sparse, even, heads * width / (page * token))
 
 
 def cost_of_chosen(plan: ChosenPlan) -> Cost:

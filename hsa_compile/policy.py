@@ -24,7 +24,7 @@ from hsa_compile.errors import (
     refuse,
 )
 from hsa_compile.layer_keys import LayerName, matcher, normal_key, refuse_unmatched
-from hsa_compile.policy_file import SUFFIXES, read_policy_file
+from hsa_compile.policy_file import SUFFIXES, read_policy_file, write_policy_file
 
 __all__ = ["FIELDS", "PRESETS", "LayerName", "LayerPolicy", "Policy", "algorithm_names", "describe"]
 
@@ -521,6 +521,26 @@ class Policy:
         layers = {key: dataclasses.asdict(policy) for key, policy in self.layers}
         return {"default": dataclasses.asdict(self.default), "layers": layers}
 
+    def short(self) -> dict[str, Any]:
+        """``to_dict`` for people: algorithm and budget of each entry, and what else is not as it would be anyway."""
+        layers = {key: _differing(policy, self.default) for key, policy in self.layers}
+        content = {"default": _differing(self.default, LayerPolicy()), "layers": layers}
+        return content if layers else {"default": content["default"]}
+
+    def save(self, path: str | os.PathLike[str], note: str = "") -> None:
+        """Write the policy to a file, as :meth:`short` gives it; :meth:`load` reads an equal policy back.
+
+        Args:
+            path: a file that ends in .json, .yaml or .yml.
+            note: lines that a YAML file begins with, as comments.
+
+        Raises:
+            PolicyError: the file cannot be written, or ends in something else.
+        """
+        target = Path(os.fsdecode(path))
+        with located(f"policy file {str(target)!r}"):
+            write_policy_file(target, self.short(), note)
+
     def canonical(self) -> str:
         """One line of JSON for hashing; two policies have the same line only if they are equal."""
         content = self.to_dict()
@@ -530,6 +550,20 @@ class Policy:
 
 LayerSource: TypeAlias = LayerPolicy | Mapping[str, Any] | str
 PolicySource: TypeAlias = Policy | LayerPolicy | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def _differing(policy: LayerPolicy, base: LayerPolicy) -> dict[str, Any] | str:
+    """What an entry of a policy file has to say of ``policy`` where it starts from ``base``."""
+    if policy == LayerPolicy(algorithm="dense"):
+        return "dense"
+    always = ("algorithm",) if policy.algorithm == "dense" else ("algorithm", "budget")
+    fields = dataclasses.asdict(policy).items()
+    return {
+        name: value
+        for name, value in fields
+        if name in always
+        or (type(value), value) != (type(getattr(base, name)), getattr(base, name))
+    }
 
 
 def _from_mapping(content: object) -> Policy:
