@@ -54,7 +54,9 @@ def write_policy_file(path: Path, content: Mapping[str, Any], note: str = "") ->
     else:
         yaml = _yaml()
         text = "".join(f"# {line}\n" for line in note.splitlines())
-        text += yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=1000)
+        # A layer is a line.
+        flow = None if any(isinstance(value, Mapping) for value in content.values()) else False
+        text += yaml.safe_dump(content, sort_keys=False, default_flow_style=flow, width=1000)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
