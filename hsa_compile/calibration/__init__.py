@@ -1,8 +1,9 @@
 """Calibration: the cheapest policy, layer by layer, whose measured loss stays within a bound.
 
-    candidates, each for all layers -> error of every layer under every candidate      measure.py
-    path of mixed policies, dense to cheapest, by error a token saved                  path.py
-    bisect it for the cheapest within the bound; every policy that is tried is run      search.py
+    candidates, each for all layers: the error of every layer under every candidate      measure.py
+    one candidate in groups of layers alone: how much errors matter there                search.py
+    the path of mixed policies, dense to cheapest, by what a token costs in loss          path.py
+    bisected for the cheapest within the bound; what is tried is run                      search.py
 
 Model, decode and loss are in ``measure``, token ids as a decode in ``texts``, what comes out in ``result``.
 """
@@ -56,10 +57,11 @@ def calibrate(
     it needs no labels, is zero only where both are equal, and is by how much the log-likelihood of text that the dense
     model would write falls. The cost is the KV tokens that a step reads, with what it reads of page summaries.
 
-    First every candidate (an algorithm and a budget, for all layers) is run and every layer's output error measured.
-    Then mixed policies are: the ones between dense and cheapest in which each layer gives up what saves most for the
-    sum of squared errors. Every policy that may be returned was compiled and run, and dense is returned where none is
-    within the bound. The same arguments give the same policy.
+    First every candidate (an algorithm and a budget, for all layers) is run and every layer's output error
+    measured, and up to eight groups of layers are made sparse alone, to see how much their errors matter. Then
+    mixed policies are run, between dense and cheapest, in which each layer gives up what saves most for its share
+    of the loss. Every policy that may be returned was compiled and run, and dense is returned where none is within
+    the bound. The same arguments give the same policy.
 
     Args:
         model: in evaluation mode, not compiled. Neither it nor what Dynamo has compiled of it is changed.
@@ -71,7 +73,7 @@ def calibrate(
         steps: decode steps of each text. Every KV head of every row is looked at once in B * Hkv steps.
         algorithms, budgets: the candidates are all combinations; budgets that hold a whole text are left out.
         base: a policy without layers, whose other fields (page size, sink, ...) candidates take.
-        trials: most mixed policies that are run.
+        trials: mixed policies that are run in search of the bound; with 0, all layers have the same budget.
         options: of ``torch.compile`` beside the policy, such as ``{"run": "eager"}``.
         save: file for the policy (.yaml, .yml, .json), which the option ``policy`` reads.
         plot: file for the trade-off curve (such as .png or .svg); needs matplotlib.

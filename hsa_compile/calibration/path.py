@@ -1,8 +1,8 @@
 """The policies worth trying between dense and the cheapest, in an order in which each reads less than the one before.
 
-Small errors of the layers add up to a loss that is about quadratic in them, so the sum of squared errors stands for the
-loss. The allocations that are best for some price of a token are then those on the lower convex hulls of the layers'
-(cost, squared error); from one to the next, one layer goes one candidate down.
+Small errors of the layers add up to a loss that is about quadratic in them, so a weighted sum of squared errors stands
+for it. The allocations that are best for some price of a token are then those on the lower convex hulls of the layers'
+(cost, loss); from one to the next, one layer goes one candidate down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Choice = TypeVar("Choice")
 
 @dataclass(frozen=True)
 class Option(Generic[Choice]):
-    """What one layer may be given: what it reads, and the square of the error that this makes."""
+    """What one layer may be given: what it reads, and the loss that its error is expected to make."""
 
     choice: Choice
     cost: float

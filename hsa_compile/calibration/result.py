@@ -23,7 +23,8 @@ class Point:
     """A policy that was run.
 
     Attributes:
-        label: algorithm and budget, or "mixed 12/40": the 12th of 40 steps from dense to cheapest.
+        label: algorithm and budget, "... in 0-3" where these layers alone have it and the others are dense, or
+            "mixed 12/40": the 12th of 40 steps from dense to cheapest.
         kind: "dense", "uniform" (the same for all layers) or "mixed".
         loss: mean KL(dense || sparse), nats a token. That of "dense" is what compilation and rounding do.
         perplexity: of the text, as a multiple of dense; None where it cannot be known.

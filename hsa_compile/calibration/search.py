@@ -1,7 +1,8 @@
-"""The search: candidates for all layers, then the path of mixed policies, bisected."""
+"""The search: candidates for all layers, groups of layers apart, then the path of mixed policies, bisected."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ from .path import Option, path
 from .result import Calibration, Point
 
 DENSE = LayerPolicy(algorithm="dense")
+GROUPS = 8
+"""Of neighbouring layers, at most, of which each is run alone to see how much its errors matter."""
+TINY = 1e-12
+"""A loss that stands for none: where errors do not matter, the larger one still counts as worse."""
 
 
 def search(
@@ -27,7 +32,7 @@ def search(
     Raises:
         CalibrationError: no layer can be calibrated.
     """
-    with _progress(show, len(candidates) + trials + 4) as advance:
+    with _progress(show, len(candidates) + GROUPS + trials + 4) as advance:
         advance("dense, as it is")
         measure.run_dense()
         advance("dense, compiled")
@@ -44,26 +49,43 @@ def search(
         curve = [costs.point("dense", "dense", dense)]
         watched = [costs.point(_label(one), "uniform", run) for one, run in runs.items()]
         curve += watched
-        steps = path(costs.options(runs))
+        known: dict[Policy, Point] = {}
 
-        def mixed(at: int) -> Point:
-            advance(f"mixed {at} of {len(steps) - 1}")
-            policy = costs.policy(steps[at], candidates[0])
-            point = costs.point(f"mixed {at}/{len(steps) - 1}", "mixed", measure(policy))
-            curve.append(point)
-            return point
+        def mixed(label: str, given: Mapping[int, LayerPolicy]) -> Point:
+            policy = costs.policy(given, candidates[0])
+            if policy not in known:
+                advance(label)
+                known[policy] = costs.point(label, "mixed", measure(policy))
+                curve.append(known[policy])
+            return known[policy]
+
+        by_cost = sorted(zip(watched, candidates), key=lambda one: one[0].tokens)
+        probe = by_cost[len(by_cost) // 2][1]
+        weights = dict.fromkeys(costs.whole, 1.0)
+        # Neighbouring layers matter alike. What a middling candidate loses in them alone tells how much.
+        for group in _groups(list(costs.whole), GROUPS if trials else 1):
+            alone = {index: probe if index in group else DENSE for index in costs.whole}
+            loss = mixed(f"{_label(probe)} in {_span(group)}", alone).loss
+            errors = sum(runs[probe].layers[i].error or 0 for i in group if i in runs[probe].layers)
+            if errors > 0:
+                weights |= dict.fromkeys(group, max(loss, TINY) / errors)
+
+        steps = path(costs.options(runs, weights))
+        last = len(steps) - 1
+
+        def step(at: int) -> Point:
+            return mixed(f"mixed {at}/{last}", steps[at])
 
         # Whatever the losses are, a larger bound never ends at a dearer policy: up to the first one that only it
         # accepts, the same are tried, and then it goes on below that one.
-        last = len(steps) - 1
         within, beyond = 0, len(steps)
-        if min(watched, key=lambda point: point.tokens).loss <= bound and mixed(last).loss <= bound:
+        if trials and by_cost[0][0].loss <= bound and step(last).loss <= bound:
             within = last
         for _ in range(trials):
             if beyond - within <= 1:
                 break
             at = (within + beyond) // 2
-            if mixed(at).loss <= bound:
+            if step(at).loss <= bound:
                 within = at
             else:
                 beyond = at
@@ -78,6 +100,17 @@ def search(
             if found.loss <= bound:
                 return Calibration(found.policy, found, tuple(curve), bound)
     return Calibration(curve[0].policy, curve[0], tuple(curve), bound)
+
+
+def _groups(indices: list[int], most: int) -> list[list[int]]:
+    """Neighbours, in up to ``most`` groups of about one size; none where there would be a single one."""
+    count = min(most, len(indices))
+    bounds = [round(i * len(indices) / count) for i in range(count + 1)]
+    return [indices[a:b] for a, b in itertools.pairwise(bounds)] if count > 1 else []
+
+
+def _span(group: list[int]) -> str:
+    return str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}"
 
 
 def _label(layer: LayerPolicy) -> str:
@@ -116,13 +149,16 @@ class _Costs:
         # What was not rewritten of a layer reads all of its cache.
         return self.whole[index] - (0.0 if layer is None else layer.attendable - layer.read)
 
-    def options(self, runs: Mapping[LayerPolicy, Run]) -> dict[int, list[Option[LayerPolicy]]]:
+    def options(
+        self, runs: Mapping[LayerPolicy, Run], weights: Mapping[int, float]
+    ) -> dict[int, list[Option[LayerPolicy]]]:
         found = {index: [Option(DENSE, whole, 0.0)] for index, whole in self.whole.items()}
         for candidate, run in runs.items():
             for index, options in found.items():
                 layer = run.layers.get(index)
                 if layer is not None and layer.error is not None:
-                    options.append(Option(candidate, self._read(run, index), layer.error))
+                    loss = weights[index] * layer.error
+                    options.append(Option(candidate, self._read(run, index), loss))
         return found
 
     def point(self, label: str, kind: str, run: Run) -> Point:
