@@ -236,6 +236,28 @@ def test_files_and_what_is_left_as_it_was(tmp_path) -> None:
     assert report.chosen.perplexity == pytest.approx(math.exp(nll[0] - nll[1]), rel=1e-6)
 
 
+@pytest.mark.slow
+def test_layers_that_cannot_be_sparse_stay_dense_by_name() -> None:
+    """The cache of a sliding window is left as it is, and would not be in another release or at another length."""
+    model, reports = tiny("gemma3"), []
+    calibrate(
+        model,
+        text(),
+        math.inf,
+        steps=STEPS,
+        algorithms=["cuboid"],
+        budgets=[32],
+        base=BASE,
+        trials=1,
+        options=EAGER,
+        report=reports.append,
+    )
+    chosen = reports[0].chosen
+    assert set(chosen.layers) == {1} and chosen.share < 0.5
+    assert chosen.policy == Policy(CANDIDATES[0], ((0, DENSE),))
+    assert loss_of(model, text(), chosen.policy) == pytest.approx(chosen.loss, rel=1e-3)
+
+
 class Doubled(nn.Module):
     """A model that is called in a way of its own, with a graph break if it is asked for."""
 
