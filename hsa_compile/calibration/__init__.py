@@ -43,7 +43,7 @@ def calibrate(
     *,
     steps: int = 64,
     algorithms: Sequence[str] = ALGORITHMS,
-    budgets: Sequence[int | float] = BUDGETS,
+    budgets: Sequence[int | float | tuple[int, ...]] = BUDGETS,
     base: PolicySource = None,
     trials: int = 8,
     options: Mapping[str, Any] | None = None,
@@ -141,7 +141,7 @@ def _count(name: str, value: object, least: int = 1) -> int:
 
 
 def _candidates(
-    algorithms: Sequence[str], budgets: Sequence[int | float], base: PolicySource
+    algorithms: Sequence[str], budgets: Sequence[int | float | tuple[int, ...]], base: PolicySource
 ) -> list[LayerPolicy]:
     """All combinations, each once.
 
@@ -171,7 +171,9 @@ def _candidates(
 
 def _fitting(candidates: list[LayerPolicy], length: int) -> list[LayerPolicy]:
     """Those that do not hold a text of ``length`` tokens whole."""
-    found = [one for one in candidates if one.pages(length) * one.page_size < length]
+    sized = [one.at_length(length) for one in candidates]
+    least = [min(one.head_pages or (one.pages(length),)) * one.page_size for one in sized]
+    found = [one for one, tokens in zip(candidates, least) if tokens < length]
     if not found:
         budgets = listed(dict.fromkeys(one.budget for one in candidates))
         raise CalibrationError(
