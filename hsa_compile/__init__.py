@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from hsa_compile.algorithms import PageKernel, PageScore
 from hsa_compile.algorithms import register as register_algorithm
+from hsa_compile.calibration import Calibration, calibrate
 from hsa_compile.errors import (
     CacheError,
+    CalibrationError,
     HostMemoryError,
     HsaError,
     OptionError,
@@ -28,6 +30,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheError",
+    "Calibration",
+    "CalibrationError",
     "Explanation",
     "HostMemoryError",
     "HsaError",
@@ -39,6 +43,7 @@ __all__ = [
     "PolicyError",
     "RewriteError",
     "Stats",
+    "calibrate",
     "explain",
     "invalidate",
     "pool_bytes",

@@ -4,11 +4,13 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from hsa_compile.errors import HsaError
 
 
 def inductor_config_names() -> frozenset[str]:
@@ -316,6 +318,11 @@ def module_of(model: Any) -> torch.nn.Module | None:
     return None
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether calling ``model`` runs what was compiled of it: by ``torch.compile(model)`` or ``model.compile()``."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
 def original_callable(model: Any) -> Callable[..., Any]:
     """What was compiled: the module of an ``OptimizedModule``, the function behind a compiled function."""
     if isinstance(model, torch.nn.Module):
@@ -425,6 +432,19 @@ def trace_through(
         torch.compile(function, backend=backend)(*args, **kwargs)
     except BackendCompilerFailed as failure:
         raise failure.inner_exception from None
+
+
+@contextlib.contextmanager
+def backend_errors() -> Iterator[None]:
+    """Let the errors that this package raises on purpose out of Dynamo's wrapper around what a backend raises."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    try:
+        yield
+    except BackendCompilerFailed as failure:
+        if isinstance(failure.inner_exception, HsaError):
+            raise failure.inner_exception from None
+        raise
 
 
 def decompose_when_functionalised(op: torch._ops.OpOverload, function: Callable[..., Any]) -> None:

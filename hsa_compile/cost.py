@@ -29,11 +29,13 @@ class Cost:
     dense: keys and values once. sparse: page summaries and means, the packed mask, the keys that tokens are chosen
     by, and the selected keys and values.
     break_even: the length from which the sparse step reads less, or None where it never does.
+    summaries: what is read to score pages, as a share of what dense attention reads.
     """
 
     dense: sympy.Expr
     sparse: sympy.Expr
     break_even: int | None
+    summaries: float = 0.0
 
     def at(self, tokens: int) -> tuple[int, int]:
         """Bytes at a length: dense, sparse."""
@@ -67,7 +69,8 @@ def cost_of(plan: LayerPlan) -> Cost:
         read = key * pages + token * single
         most = key * sympy.Min(S, pages) + token * sympy.Min(S, single)
     sparse = heads * width * sympy.ceiling(S / page) + most
-    return Cost(dense, sparse, _break_even(heads * width, page, token, read))
+    even = _break_even(heads * width, page, token, read)
+    return Cost(dense, sparse, even, heads * width / (page * token))
 
 
 def _selected(fraction: int, tokens: sympy.Expr) -> sympy.Expr:

@@ -21,6 +21,10 @@ class OptionError(HsaError, ValueError):
     """An option of ``torch.compile(..., backend="hsa")`` that is unknown or has a bad value."""
 
 
+class CalibrationError(HsaError, ValueError):
+    """What ``hsa_compile.calibrate`` was given cannot be calibrated with."""
+
+
 class RewriteError(HsaError, RuntimeError):
     """An attention site was left as it was although ``strict`` is on."""
 

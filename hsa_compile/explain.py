@@ -136,6 +136,7 @@ def _row(item: LayerPlan | ChosenPlan | Reject) -> SiteReport:
         str(cost.sparse) if item.decision == "sparse" else "",
         cost.break_even,
         _prefetch(item),
+        cost.summaries,
     )
 
 

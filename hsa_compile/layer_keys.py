@@ -1,7 +1,7 @@
 """Layer keys: the part of a policy entry that says which attention layers it is for.
 
 A key is an index, a range "A-B" with both ends in it, or a glob over module paths. Negative
-indices and ends count from the end.
+indices and ends count from the end. An index or a range that ends in "?" may be for no layer.
 """
 
 import fnmatch
@@ -15,6 +15,7 @@ from hsa_compile.errors import PolicyError, did_you_mean, listed, refuse
 _INDEX = re.compile(r"-?[0-9]+")
 _RANGE = re.compile(r"(-?[0-9]+)\s*-\s*(-?[0-9]+)")
 _OPEN_RANGE = re.compile(r"(-?[0-9]+)\s*-")
+_OPTIONAL = re.compile(rf"({_INDEX.pattern}|{_RANGE.pattern})\s*\?")
 _NO_GLOB = re.compile(r"[-0-9,:\s]*")
 
 
@@ -27,7 +28,7 @@ class LayerName:
 
 
 def normal_key(key: object) -> str | int:
-    """One spelling for each key: an int for an index, "A-B" for a range, a glob as it is.
+    """One spelling for each key: an int for an index, "A-B" for a range, either with a "?", a glob as it is.
 
     Raises:
         PolicyError: the key is none of the three, or a range that runs backwards.
@@ -37,6 +38,8 @@ def normal_key(key: object) -> str | int:
     text = key.strip() if isinstance(key, str) else ""
     if _INDEX.fullmatch(text):
         return int(text)
+    if maybe := _OPTIONAL.fullmatch(text):
+        return f"{normal_key(maybe[1])}?"
     if span := _RANGE.fullmatch(text):
         first, last = int(span[1]), int(span[2])
         if (first < 0) == (last < 0) and first > last:
@@ -52,12 +55,20 @@ def normal_key(key: object) -> str | int:
     return text
 
 
+def is_optional(key: str | int) -> bool:
+    """Whether a normal key may be for no layer."""
+    return isinstance(key, str) and _OPTIONAL.fullmatch(key) is not None
+
+
 def matcher(key: str | int, count: int) -> Callable[[LayerName], bool]:
     """A test of whether a normal key is for a layer, where negative indices count from ``count``.
 
     Raises:
         PolicyError: a range that runs backwards once its negative end is counted.
     """
+    optional = is_optional(key)
+    if optional:
+        key = normal_key(str(key)[:-1])
     if isinstance(key, int):
         first = last = key
     elif span := _RANGE.fullmatch(key):
@@ -66,7 +77,7 @@ def matcher(key: str | int, count: int) -> Callable[[LayerName], bool]:
         pattern = key
         return lambda layer: fnmatch.fnmatchcase(layer.path, pattern)
     low, high = (end + count if end < 0 else end for end in (first, last))
-    if low > high:
+    if low > high and not optional:
         refuse(
             "layer key",
             key,

@@ -23,8 +23,8 @@ from hsa_compile.errors import (
     located,
     refuse,
 )
-from hsa_compile.layer_keys import LayerName, matcher, normal_key, refuse_unmatched
-from hsa_compile.policy_file import SUFFIXES, read_policy_file
+from hsa_compile.layer_keys import LayerName, is_optional, matcher, normal_key, refuse_unmatched
+from hsa_compile.policy_file import SUFFIXES, read_policy_file, write_policy_file
 
 __all__ = ["FIELDS", "PRESETS", "LayerName", "LayerPolicy", "Policy", "algorithm_names", "describe"]
 
@@ -396,17 +396,6 @@ def _accumulates(algorithm: str) -> bool:
 FIELDS = tuple(item.name for item in dataclasses.fields(LayerPolicy))
 _NO_USE_WHEN_DENSE = frozenset(FIELDS) - {"algorithm", "placement"}
 
-PRESETS: dict[str, LayerPolicy] = {
-    "default": LayerPolicy(),
-    "dense": LayerPolicy(algorithm="dense"),
-    "cuboid": LayerPolicy(algorithm="cuboid"),
-    "heavy_hitters": LayerPolicy(algorithm="heavy_hitters"),
-    "mean": LayerPolicy(algorithm="mean"),
-    "quest": LayerPolicy(algorithm="quest"),
-    "streaming": LayerPolicy(algorithm="streaming"),
-    "three_level": LayerPolicy(algorithm="three_level"),
-}
-
 
 def describe(policy: LayerPolicy) -> str:
     """One short line, such as "cuboid budget=2048 page=32 sink=4 recent=64", or "dense".
@@ -453,7 +442,7 @@ class Policy:
     Attributes:
         default: the policy of every layer that no key matches.
         layers: layer keys and their policies, later ones winning. A key is an index, a range "A-B"
-            or a module-path glob; negative indices count from the end.
+            or a module-path glob; negative indices count from the end. "0?" and "0-1?" may match no layer.
 
     Raises:
         PolicyError: a key is malformed, runs backwards or is there twice.
@@ -484,7 +473,8 @@ class Policy:
 
         A mapping in ``layers`` takes the fields that it leaves out from ``default``, or from the
         preset that its key "preset" names. A preset's name alone is that preset, whatever the
-        default.
+        default. Layers that the preset of ``default`` names come first; those of a preset that an
+        entry of ``layers`` names are for whole models, and not taken.
 
         Raises:
             PolicyError: a key, a preset, a field or a value is not valid.
@@ -495,7 +485,9 @@ class Policy:
         for key, value in (layers or {}).items():
             with located(f"layers[{key!r}]"):
                 entries.append((key, _layer_policy(value, base)))
-        return cls(base, tuple(entries))
+        given = {normal_key(key) for key, _ in entries}
+        first = (entry for entry in _layers_of_preset(default) if entry[0] not in given)
+        return cls(base, (*first, *entries))
 
     @classmethod
     def load(cls, source: "PolicySource" = None) -> "Policy":
@@ -519,7 +511,7 @@ class Policy:
             with located("policy"):
                 return _from_mapping(source)
         if isinstance(source, str) and source in PRESETS:
-            return cls(PRESETS[source])
+            return PRESETS[source]
         hint = ""
         if isinstance(source, str | os.PathLike):
             path = Path(os.fsdecode(source))
@@ -557,7 +549,7 @@ class Policy:
             for key, policy in self.layers:
                 matches = matcher(key, count)
                 hits = [i for i, layer in enumerate(layers) if matches(layer)]
-                if not hits:
+                if not hits and not is_optional(key):
                     refuse_unmatched(key, layers)
                 for i in hits:
                     chosen[i] = policy
@@ -589,6 +581,27 @@ class Policy:
         layers = {key: dataclasses.asdict(policy) for key, policy in self.layers}
         return {"default": dataclasses.asdict(self.default), "layers": layers}
 
+    def short(self) -> dict[str, Any]:
+        """``to_dict`` for people: algorithm and budget of each entry, and what else is not as it would be anyway."""
+        content: dict[str, Any] = {"default": _differing(self.default, LayerPolicy())}
+        if self.layers:
+            content["layers"] = {key: _differing(one, self.default) for key, one in self.layers}
+        return content
+
+    def save(self, path: str | os.PathLike[str], note: str = "") -> None:
+        """Write the policy to a file, as :meth:`short` gives it; :meth:`load` reads an equal policy back.
+
+        Args:
+            path: a file that ends in .json, .yaml or .yml.
+            note: lines that a YAML file begins with, as comments.
+
+        Raises:
+            PolicyError: the file cannot be written, or ends in something else.
+        """
+        target = Path(os.fsdecode(path))
+        with located(f"policy file {str(target)!r}"):
+            write_policy_file(target, self.short(), note)
+
     def canonical(self) -> str:
         """One line of JSON for hashing; two policies have the same line only if they are equal."""
         content = self.to_dict()
@@ -596,8 +609,39 @@ class Policy:
         return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
+_DENSE = LayerPolicy(algorithm="dense")
+
+PRESETS: dict[str, Policy] = {
+    "default": Policy(),
+    "dense": Policy(_DENSE),
+    **{
+        name: Policy(LayerPolicy(algorithm=name))
+        for name in ("cuboid", "heavy_hitters", "mean", "quest", "streaming", "three_level")
+    },
+    "balanced": Policy(),
+    "accurate": Policy(LayerPolicy(budget=4096, page_size=16), (("0?", _DENSE),)),
+    "fast": Policy(LayerPolicy(algorithm="mean", budget=1024)),
+    "chat": Policy(LayerPolicy(recent=256, top_p=0.95, min_budget=512)),
+    "long_document": Policy(LayerPolicy(budget=4096, top_p=0.95, min_budget=1024)),
+    "code": Policy(LayerPolicy(page_size=16)),
+}
+
 LayerSource: TypeAlias = LayerPolicy | Mapping[str, Any] | str
 PolicySource: TypeAlias = Policy | LayerPolicy | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def _differing(policy: LayerPolicy, base: LayerPolicy) -> dict[str, Any] | str:
+    """What an entry of a policy file has to say of ``policy`` where it starts from ``base``."""
+    if policy == LayerPolicy(algorithm="dense"):
+        return "dense"
+    always = ("algorithm",) if policy.algorithm == "dense" else ("algorithm", "budget")
+    fields = dataclasses.asdict(policy).items()
+    return {
+        name: value
+        for name, value in fields
+        if name in always
+        or (type(value), value) != (type(getattr(base, name)), getattr(base, name))
+    }
 
 
 def _from_mapping(content: object) -> Policy:
@@ -624,7 +668,13 @@ def _from_mapping(content: object) -> Policy:
 
 def _preset(name: object) -> LayerPolicy:
     check_choice("preset", name, tuple(PRESETS))
-    return PRESETS[str(name)]
+    return PRESETS[str(name)].default
+
+
+def _layers_of_preset(default: LayerSource) -> tuple[tuple[str | int, LayerPolicy], ...]:
+    """What the preset that a checked default is, or starts from, says of single layers."""
+    name = default.get("preset") if isinstance(default, Mapping) else default
+    return PRESETS[name].layers if isinstance(name, str) else ()
 
 
 def _layer_policy(value: object, base: LayerPolicy) -> LayerPolicy:

@@ -1,14 +1,15 @@
-"""Policy files: JSON or YAML to plain data.
+"""Policy files: JSON or YAML to plain data, and back.
 
 Both formats let the last of two equal keys win without a word; here that is an error.
 """
 
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hsa_compile.errors import PolicyError, did_you_mean
+from hsa_compile.errors import PolicyError, did_you_mean, listed, refuse
 
 SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -35,6 +36,42 @@ def read_policy_file(path: Path) -> object:
     return _parse_json(text) if path.suffix.lower() == ".json" else _parse_yaml(text)
 
 
+def write_policy_file(path: Path, content: Mapping[str, Any], note: str = "") -> None:
+    """Write plain data that :func:`read_policy_file` reads back.
+
+    Args:
+        path: as there.
+        note: lines that a YAML file begins with, as comments.
+
+    Raises:
+        PolicyError: the file cannot be written, or its suffix is none of ``SUFFIXES``.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        refuse("suffix", path.suffix, listed(SUFFIXES) + did_you_mean(path.suffix, SUFFIXES))
+    if suffix == ".json":
+        text = json.dumps(content, indent=2) + "\n"
+    else:
+        yaml = _yaml()
+        text = "".join(f"# {line}\n" for line in note.splitlines())
+        # A layer is a line.
+        flow = None if any(isinstance(value, Mapping) for value in content.values()) else False
+        text += yaml.safe_dump(content, sort_keys=False, default_flow_style=flow, width=1000)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PolicyError(f"cannot be written: {error}") from error
+
+
+def _yaml() -> Any:
+    try:
+        return importlib.import_module("yaml")
+    except ImportError as error:
+        raise PolicyError(
+            "YAML needs PyYAML (pip install PyYAML); valid without it: a .json file"
+        ) from error
+
+
 def _parse_json(text: str) -> object:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content: dict[str, Any] = {}
@@ -51,12 +88,7 @@ def _parse_json(text: str) -> object:
 
 
 def _parse_yaml(text: str) -> object:
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as error:
-        raise PolicyError(
-            "reading YAML needs PyYAML (pip install PyYAML); valid without it: a .json file"
-        ) from error
+    yaml = _yaml()
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         content = yaml.safe_load(text)

@@ -60,6 +60,12 @@ def add(
     _ENTRIES.append(_Entry(owner, tensors, explanation, held, root.compiler))
 
 
+def forget(compiled: Any) -> None:
+    """Forget the graphs of a compiled function, which its model would otherwise be told to have."""
+    root = _root_of(compiled)
+    _ENTRIES[:] = [entry for entry in _ENTRIES if entry.root is None or entry.root() is not root]
+
+
 def _of(model: Any) -> list[_Entry]:
     """Entries of a model; of one that was compiled, those of its backend and options."""
     entries, compiler = _of_all(model), compat.compiler_of(model)

@@ -312,7 +312,8 @@ class SiteReport:
     budget) or ``left`` (could not be rewritten). ``reason`` says why for the latter two. Bytes are
     those that one step reads, batch included, as sympy expressions in the cache length S;
     ``break_even`` is the length from which sparse reads less. ``prefetch`` tells what pages are fetched behind, or why
-    none are fetched ahead where the policy asks for it.
+    none are fetched ahead where the policy asks for it. ``summaries`` is what a step reads to score pages, as a
+    share of what dense attention reads.
     """
 
     index: int
@@ -328,3 +329,4 @@ class SiteReport:
     bytes_sparse: str = ""
     break_even: int | None = None
     prefetch: str = ""
+    summaries: float = 0.0

@@ -290,6 +290,11 @@ def test_policies_of_a_run(tmp_path):
         (["--small"], [f"{name} 256/16" for name in ("cuboid", "mean", "quest", "streaming")]),
         (["--small", "--policy", "quest"], ["quest"]),
         (["--policy", "dense", "--algorithms"], ["dense, compiled"]),
+        (["--policy", "fast", "code", "--policy", "mean"], ["fast", "code", "mean"]),
+        (
+            ["--presets", "--policy", "dense"],
+            [*policies.purposes(), "dense, compiled"],
+        ),
         (
             ["--policy", "dense", "--algorithms", "mean", "--budgets", "64", "0.1", "--small"],
             ["mean 64/16", "mean 0.1/16", "dense, compiled"],
@@ -300,6 +305,11 @@ def test_which_policies_are_compared(arguments, labels):
     given = cli.parse_arguments([*arguments, "--device", "cpu"])
     cli.settle(given)
     assert list(given.policies) == labels
+
+
+def test_presets_named_for_a_purpose():
+    assert set(policies.purposes()) >= {"balanced", "accurate", "fast", "streaming", "chat", "code"}
+    assert not {"default", "dense", "quest"} & set(policies.purposes())
 
 
 @pytest.mark.parametrize(
@@ -519,6 +529,10 @@ def test_a_report_by_hand():
     assert sparse.mass.ratio == pytest.approx(0.75 / 0.95)
     assert sparse.mass.worst_layer == (pytest.approx(0.7), 0)
     assert sparse.mass.worst_head == (pytest.approx(0.5), 0, 1)
+    assert report.markdown(records).splitlines()[2:] == [
+        "| m | 4,096 | dense | 25% |  |  | 7.389 |  |  |",
+        "| m | 4,096 | `p` | 25% | 75% | 50% `multi-value` | x 1.1052 | 0.750 | 0.700 (0) |",
+    ]
 
 
 def test_a_policy_that_names_layers_must_fit_the_model(arguments, tmp_path, capsys):

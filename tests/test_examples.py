@@ -64,6 +64,16 @@ def test_quickstart():
     assert done.stdout.count("KV tokens read per step") == 2
 
 
+def test_calibrate():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "calibrate.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    # The layer whose errors matter keeps the larger budget.
+    assert "layer 1 differs: cuboid 64" in done.stdout
+    assert "default: cuboid budget=128" in done.stdout
+
+
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 def test_a_folder_is_answered_from(qa, model_folder, cache, tmp_path, capsys):
     out = tmp_path / "out.json"

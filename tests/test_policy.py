@@ -17,7 +17,7 @@ from hsa_compile.policy import (
 )
 
 LAYERS = [LayerName(i, f"model.layers.{i}.self_attn") for i in range(8)]
-DENSE = PRESETS["dense"]
+DENSE = LayerPolicy(algorithm="dense")
 
 
 def sparse_where(policy: Policy, layers: list[LayerName] = LAYERS) -> list[int]:
@@ -36,7 +36,7 @@ def says(*parts: str) -> str:
 
 def test_the_default_layer():
     assert LayerPolicy() == LayerPolicy("cuboid", 2048, "auto", 4, 64, "softmax_mean", "device")
-    assert PRESETS["default"] == PRESETS["cuboid"] == LayerPolicy()
+    assert PRESETS["default"] == PRESETS["cuboid"] == PRESETS["balanced"] == Policy()
     names = ("dense", "cuboid", "heavy_hitters", "mean", "quest", "streaming", "three_level")
     assert algorithm_names() == names
 
@@ -606,3 +606,72 @@ def test_canonical_tells_orders_apart():
 )
 def test_nearest(name, found):
     assert nearest(name, ["strict", "max_autotune", "triton.cudagraphs"]) == found
+
+
+# Presets
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_fits_any_model(name):
+    policy = Policy.load(name)
+    assert policy == PRESETS[name] == Policy.load(policy.to_dict())
+    for layers in (LAYERS, LAYERS[:1], LAYERS[3:]):
+        assert len(policy.resolve(layers)) == len(layers)
+
+
+def test_a_preset_brings_its_layers_along():
+    assert sparse_where(Policy.load("accurate")) == [1, 2, 3, 4, 5, 6, 7]
+    changed = Policy.load({"preset": "accurate", "budget": 512})
+    assert changed.resolve(LAYERS)[:2] == [DENSE, LayerPolicy(budget=512, page_size=16)]
+    assert sparse_where(Policy.load({"default": "accurate", "layers": {"-1": "dense"}})) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+    assert sparse_where(Policy.load({"default": "accurate", "layers": {"0?": "fast"}})) == list(
+        range(8)
+    )
+    assert sparse_where(Policy.load({"default": "accurate", "layers": {"*": "fast"}})) == list(
+        range(8)
+    )
+    # Of one layer it says what it says of most.
+    one = Policy.load(
+        {"default": "dense", "layers": {"2": "accurate", "3": {"preset": "accurate", "sink": 8}}}
+    )
+    assert sparse_where(one) == [2, 3]
+    assert one.resolve(LAYERS)[2] == PRESETS["accurate"].default
+
+
+@pytest.mark.parametrize(
+    ("key", "there", "dense"),
+    [
+        ("0?", LAYERS, [0]),
+        (" -1 ?", LAYERS, [7]),
+        ("0-1?", LAYERS, [0, 1]),
+        ("0?", LAYERS[2:], []),
+        ("0-1?", LAYERS[2:], []),
+        ("9?", LAYERS, []),
+        ("4--1?", LAYERS[:2], []),
+    ],
+)
+def test_a_key_may_be_for_no_layer(key, there, dense):
+    policy = Policy.load({"layers": {key: "dense"}})
+    found = [layer.index for layer in there if layer.index not in sparse_where(policy, there)]
+    assert found == dense
+    assert Policy.load(policy.to_dict()) == policy
+    strict = Policy.load({"layers": {key.rstrip("? "): "dense"}})
+    if not dense:
+        with pytest.raises(PolicyError):
+            strict.resolve(there)
+
+
+def test_optional_keys_are_checked_too():
+    with pytest.raises(
+        PolicyError, match=says("'3-1'", "a range from low to high; did you mean '1-3'?")
+    ):
+        Policy.load({"layers": {"3-1?": "dense"}})
+    with pytest.raises(PolicyError, match=says("is there twice")):
+        Policy.load({"layers": {"00?": "dense", "0?": "mean"}})

@@ -92,3 +92,50 @@ def test_yaml_without_pyyaml_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(PolicyError, match=says("needs PyYAML (pip install PyYAML)", ".json")):
         Policy.load(tmp_path / "p.yaml")
+
+
+POLICIES = [
+    None,
+    "dense",
+    "accurate",
+    {"budget": 0.25, "pool": 3, "recent": 0},
+    {
+        "default": "dense",
+        "layers": {"1-2": {"algorithm": "mean", "budget": 1}, -1: {"preset": "quest"}},
+    },
+    {"default": {"budget": 1}, "layers": {"*.2.*": {"budget": 1.0}, "3": "default", "5?": "dense"}},
+    {"default": {"placement": "host"}, "layers": {0: {"algorithm": "dense"}}},
+]
+
+
+@pytest.mark.parametrize("source", POLICIES, ids=str)
+@pytest.mark.parametrize("name", ["policy.yaml", "policy.json"])
+def test_what_is_saved_loads_equal(tmp_path, name, source):
+    policy = Policy.load(source)
+    policy.save(tmp_path / name, note="measured\ntwice")
+    assert Policy.load(tmp_path / name) == policy
+    text = (tmp_path / name).read_text()
+    assert "monitor" not in text, "defaults are not spelled out"
+    assert text.startswith("# measured\n# twice\ndefault:" if name.endswith("yaml") else "{\n")
+
+
+def test_a_saved_file_is_readable(tmp_path):
+    policy = Policy.load(
+        {"default": {"budget": 512}, "layers": {"0-1": "dense", 5: {"algorithm": "mean"}}}
+    )
+    policy.save(tmp_path / "policy.yml")
+    assert (tmp_path / "policy.yml").read_text() == (
+        "default: {algorithm: cuboid, budget: 512}\n"
+        "layers:\n"
+        "  0-1: dense\n"
+        "  5: {algorithm: mean, budget: 512}\n"
+    )
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(
+        PolicyError, match=says("policy.yam", "suffix '.yam'", "did you mean '.yaml'?")
+    ):
+        Policy().save(tmp_path / "policy.yam")
+    with pytest.raises(PolicyError, match=says("cannot be written")):
+        Policy().save(tmp_path / "none" / "policy.yaml")

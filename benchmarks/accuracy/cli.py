@@ -114,10 +114,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     which("--page-sizes", nargs="+", metavar="N", help=f"tokens ({_said('page_sizes')})")
     which(
         "--policy",
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         metavar="POLICY",
-        help="preset or JSON or YAML file; may be repeated; alone, it takes the place of the combinations",
+        help="presets or JSON or YAML files; may be repeated; alone, they take the place of the combinations",
+    )
+    which(
+        "--presets",
+        action="store_true",
+        help=f"the same as --policy {' '.join(policies.purposes())}",
     )
 
     how = parser.add_argument_group("how").add_argument
@@ -136,6 +142,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="add the results of other files, of runs side by side, and run nothing",
     )
+    how("--markdown", action="store_true", help="the same as one table for the documentation")
     return parser.parse_args(argv)
 
 
@@ -174,6 +181,8 @@ def settle(args: argparse.Namespace) -> None:
     Raises:
         AccuracyError, PolicyError: an option is not valid.
     """
+    if args.presets:
+        args.policy = [*policies.purposes(), *args.policy]
     args.chosen_contexts = args.contexts is not None
     combined = (args.algorithms, args.budgets, args.page_sizes)
     args.combine = not args.policy or any(given is not None for given in combined)
@@ -348,7 +357,7 @@ def main(argv: list[str] | None = None) -> int:
             store.take(Store.open(other))
         if args.merge:
             store.write()
-        if args.table or args.merge:
+        if args.table or args.markdown or args.merge:
             if not store.records:
                 raise AccuracyError(
                     f"--table: {path} has no results; valid: a file that a run wrote"
@@ -366,6 +375,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         problem = error.inner_exception
     else:
+        if args.markdown:
+            print(report.markdown(list(store.records.values())))
+            return 0
         for table in report.tables(list(store.records.values())):
             console.print(table)
         console.print(f"results: {path}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.accuracy.errors import AccuracyError
 from hsa_compile import LayerPolicy, Policy, algorithms
 from hsa_compile.errors import did_you_mean, listed
-from hsa_compile.policy import PRESETS
+from hsa_compile.policy import PRESETS, algorithm_names
 
 DENSE = "dense"
 Budget = int | float
@@ -48,6 +48,12 @@ def explicit(sources: Iterable[str]) -> dict[str, Policy]:
             raise AccuracyError(f"--policy {source!r} is not valid: another is called {label!r}")
         found[label] = Policy.load(source)
     return found
+
+
+def purposes() -> tuple[str, ...]:
+    """The presets that are named for what they are for."""
+    named = ("default", *(name for name in algorithm_names() if name != "streaming"))
+    return tuple(name for name in PRESETS if name not in named)
 
 
 def on_device(policy: Policy) -> Policy:

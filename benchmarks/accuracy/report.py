@@ -150,6 +150,35 @@ def tables(records: Sequence[Record]) -> Iterator[Table]:
             yield from _pair(f"{model}, all lengths", of_model)
 
 
+def markdown(records: Sequence[Record]) -> str:
+    """One table for the documentation: a row for each model, context length and policy.
+
+    Scores are the mean over tasks of the share of dense ones. Dense has perplexity as it is.
+    """
+    lines = [
+        "| model | tokens | policy | read | scores | worst task | perplexity | mass | worst layer |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    places = sorted({(record["model"], record["context"]) for record in records})
+    for model, context in places:
+        here = [one for one in records if (one["model"], one["context"]) == (model, context)]
+        for label, one in summarise(here).items():
+            dense = label == DENSE
+            scores = list(one.relative.values())
+            quality = one.perplexity if dense else one.perplexity_ratio
+            cells = [
+                f"{one.read:.0%}",
+                f"{_mean(scores):.0%}" if scores and not dense else "",
+                "" if one.worst is None or dense else f"{one.worst[0]:.0%} `{one.worst[1][0]}`",
+                "" if quality is None else f"{quality:.3f}" if dense else f"x {quality:.4f}",
+                "" if one.mass is None else f"{one.mass.mean:.3f}",
+                "" if one.mass is None else "{:.3f} ({})".format(*one.mass.worst_layer),
+            ]
+            named = label if dense else f"`{label}`"
+            lines.append(f"| {model} | {context:,} | {named} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _pair(title: str, records: Sequence[Record]) -> Iterator[Table]:
     summaries = summarise(records)
     samples = len({_sample(record) for record in records})

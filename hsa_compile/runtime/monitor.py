@@ -1,10 +1,10 @@
 """What selection loses, measured while a model decodes: sampled heads are attended densely beside the steps.
 
-Every ``every`` steps one KV head of one batch row of each watched layer is drawn, and its query heads attend to all
-that the mask lets them, after the step and, on a GPU, on a stream of its own: no later step waits for it. Layers take
-turns, so that what a step launches for it stays within the time that the host has to spare. From the two log-sum-exps
-follows the share of the dense softmax that the selection captured (its recall), from the two results the
-error of the output. Both are added up on the device.
+Every ``every`` steps one KV head of one batch row of each watched layer has its turn (each once in a round; where it
+begins is drawn), and its query heads attend to all that the mask lets them, after the step and, on a GPU, on a stream
+of its own: no later step waits for it. Layers take turns, so that what a step launches for it stays within the time
+that the host has to spare. From the two log-sum-exps follows the share of the dense softmax that the selection
+captured (its recall), from the two results the error of the output. Both are added up on the device.
 """
 
 from __future__ import annotations
@@ -147,8 +147,9 @@ class Monitor:
         site = self.sites[i]
         keys, values, bits = site.keys(step), site.values(step), site.bits(step)
         batch, kv_heads = keys.shape[:2]
-        drawn = random.Random(f"{site.index} {step.number}").randrange(batch * kv_heads)
-        b, h = divmod(drawn, kv_heads)
+        done, at = divmod(step.number // site.every, batch * kv_heads)
+        first = random.Random(f"{site.index} {done}").randrange(batch * kv_heads)
+        b, h = divmod((first + at) % (batch * kv_heads), kv_heads)
 
         def of_group(tensor: Tensor) -> Tensor:
             """The heads of the group ``[G or 1, ...]``, copied: the memory of a step is that of the next one."""

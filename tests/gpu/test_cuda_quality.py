@@ -84,3 +84,30 @@ def test_a_monitor_leaves_cuda_graphs_alone() -> None:
     steps(tiny_llama(torch.bfloat16), "inductor", "reduce-overhead", 40, monitor=4)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_a_calibration_measures_what_the_eager_ops_lose(placement: str) -> None:
+    model = tiny_llama(torch.float32)
+    ids = torch.randint(3, 100, (2, 600), generator=torch.Generator().manual_seed(0))
+    reports: list[hsa_compile.Calibration] = []
+    for options in ({"mode": "reduce-overhead"}, {"run": "eager"}):
+        hsa_compile.calibrate(
+            model,
+            ids,
+            1e9,
+            steps=16,
+            algorithms=["cuboid"],
+            budgets=[64, 256],
+            base={"page_size": 16, "recent": 32, "placement": placement},
+            trials=2,
+            options=options,
+            report=reports.append,
+        )
+    compiled, eager = reports
+    assert compiled.policy == eager.policy and compiled.chosen.share < 0.5
+    for one, other in zip(compiled.curve, eager.curve, strict=True):
+        assert (one.label, one.tokens) == (other.label, pytest.approx(other.tokens, rel=0.01))
+        assert one.loss == pytest.approx(other.loss, rel=0.01, abs=1e-7)
+        for index, layer in one.layers.items():
+            assert layer.recall == pytest.approx(other.layers[index].recall, abs=0.01)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import hsa_compile
 from hsa_compile import LayerPolicy
+from hsa_compile.runtime.monitor import Monitor
 
 from ..models.helpers import compile_hsa, decode, request, tiny
 
@@ -134,6 +135,23 @@ def test_everything_read_is_everything_captured(kind: str, times: tuple[int, int
         assert layer.observed == turns * 2
         assert layer.recall == pytest.approx(1, abs=1e-5) and layer.output_error < 1e-5
         assert layer.recall_p5 >= 0.99
+
+
+def test_every_head_of_every_row_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds of three rows and two KV heads, for each layer."""
+    seen: list[list[int]] = [[], []]
+    observe = Monitor._observe
+
+    def noted(monitor: Monitor, i: int, sample: Any) -> Tensor:
+        seen[i].append(sample.keys.data_ptr())
+        return observe(monitor, i, sample)
+
+    monkeypatch.setattr(Monitor, "_observe", noted)
+    model = tiny("llama")
+    compiled = compile_hsa(model, LayerPolicy(budget=48, page_size=16, monitor=1))
+    decode(model, compiled, "static", request(3, 60, 12, 200))
+    for heads in seen:
+        assert len(set(heads[:6])) == 6 and sorted(heads[:6]) == sorted(heads[6:12])
 
 
 def test_nothing_is_measured_unasked() -> None:
