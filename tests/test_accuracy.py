@@ -313,11 +313,24 @@ def test_presets_named_for_a_purpose():
 
 
 @pytest.mark.parametrize(
+    ("layer", "measured"),
+    [
+        ({}, True),
+        ({"algorithm": "three_level"}, True),
+        ({"algorithm": "heavy_hitters"}, False),
+        ({"granularity": "two_stage"}, False),
+        ({"granularity": "token"}, False),
+    ],
+    ids=str,
+)
+def test_mass_is_measured_where_a_step_selects_whole_pages(layer, measured):
+    assert policies.has_mass(Policy.of({}, {"0": layer})) is measured
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tasks", "singel"], "--tasks 'singel' is not valid; .* did you mean 'single'"),
-        (["--algorithms", "heavy_hitters"], "--algorithms 'heavy_hitters' is not valid"),
-        (["--policy", "heavy_hitters"], "policy 'heavy_hitters': algorithm 'heavy_hitters' is not"),
         (["--algorithms", "cubiod"], "--algorithms 'cubiod' .* did you mean 'cuboid'"),
         (["--contexts", "4k"], "--contexts '4k' is not valid; valid: an int >= 1"),
         (["--budgets", "much"], "--budgets 'much' is not valid"),

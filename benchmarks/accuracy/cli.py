@@ -108,7 +108,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--algorithms",
         nargs="*",
         metavar="SCORE",
-        help=f"out of {' '.join(policies.without_history())} (all)",
+        help=f"out of {' '.join(policies.scores())} ({' '.join(policies.usual_scores())})",
     )
     which("--budgets", nargs="+", metavar="N", help=f"tokens, or a fraction ({_said('budgets')})")
     which("--page-sizes", nargs="+", metavar="N", help=f"tokens ({_said('page_sizes')})")
@@ -217,8 +217,8 @@ def chosen_policies(args: argparse.Namespace) -> dict[str, Policy]:
     named = policies.explicit(args.policy)
     grid: dict[str, Policy] = {}
     if args.combine:
-        chosen = args.algorithms if args.algorithms is not None else policies.without_history()
-        policies.check_scores(chosen)
+        chosen = args.algorithms if args.algorithms is not None else policies.usual_scores()
+        policies.check_each("--algorithms", chosen, policies.scores())
         sizes = [number("--page-sizes", one) for one in args.page_sizes]
         grid = policies.grid(chosen, [budget(one) for one in args.budgets], sizes)
     found = policies.together(grid, named)
@@ -226,7 +226,6 @@ def chosen_policies(args: argparse.Namespace) -> dict[str, Policy]:
         raise AccuracyError(
             "there is no policy to measure; valid: --algorithms, --policy, or neither"
         )
-    policies.check_history(found)
     args.moved = [label for label, policy in found.items() if policy != policies.on_device(policy)]
     return {label: policies.on_device(policy) for label, policy in found.items()}
 

@@ -80,25 +80,24 @@ def together(*groups: dict[str, Policy]) -> dict[str, Policy]:
     return found
 
 
-def without_history() -> tuple[str, ...]:
-    """Page scores that rank by one step alone: captured mass is measured at single positions."""
+def scores() -> tuple[str, ...]:
+    """Valid values of ``--algorithms``."""
+    return tuple(name for name in algorithm_names() if name != DENSE)
+
+
+def usual_scores() -> tuple[str, ...]:
+    """Those that are compared where none are named: page scores of one step."""
     return tuple(name for name in algorithms.names() if not algorithms.get(name).accumulates)
 
 
-def check_scores(names: Sequence[str]) -> None:
-    """Raise an AccuracyError unless all are valid for ``--algorithms``."""
-    check_each("--algorithms", names, without_history())
-
-
-def check_history(found: dict[str, Policy]) -> None:
-    """Raise an AccuracyError for a policy whose selections depend on the steps before."""
-    for label, policy in found.items():
-        for one in policy.all():
-            if one.algorithm != DENSE and algorithms.get(one.algorithm).accumulates:
-                raise AccuracyError(
-                    f"policy {label!r}: algorithm {one.algorithm!r} is not valid; valid: "
-                    f"{listed((DENSE, *without_history()))}, whose selections are of single positions"
-                )
+def has_mass(policy: Policy) -> bool:
+    """Whether whole pages are selected, by a single step alone, so that their mass can be measured there."""
+    known = algorithms.names()
+    return all(
+        one.granularity == "page"
+        and not (one.algorithm in known and algorithms.get(one.algorithm).accumulates)
+        for one in policy.all()
+    )
 
 
 def check_each(option: str, values: Sequence[str], valid: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import hsa_compile
 from benchmarks.accuracy import tasks
 from benchmarks.accuracy.decode import Row, StaticPrefix, decode
 from benchmarks.accuracy.mass import Recorder
-from benchmarks.accuracy.policies import DENSE
+from benchmarks.accuracy.policies import DENSE, has_mass
 from benchmarks.accuracy.store import Key, Store
 from benchmarks.accuracy.tasks import Sample, Setting
 from hsa_compile import Policy
@@ -159,9 +159,8 @@ class Runner:
         prefix.prefill(contexts, plan.chunk)
         dense_steps = [0] * len(samples)
         lacking = {label for _, labels in batch for label in labels}
-        recorder = Recorder(
-            {label: policy for label, policy in plan.policies.items() if label in lacking}
-        )
+        asked = {label: policy for label, policy in plan.policies.items() if label in lacking}
+        recorder = Recorder({label: one for label, one in asked.items() if has_mass(one)})
         took = {"prefill": time.perf_counter() - began}
         if DENSE in lacking or (recorder.policies and plan.positions):
             began = time.perf_counter()
@@ -169,7 +168,7 @@ class Runner:
             self._add(batch, DENSE, rows)
             dense_steps = [row.steps for row in rows]
             took[DENSE] = time.perf_counter() - began
-        for label in recorder.policies:
+        for label in asked:
             began = time.perf_counter()
             rows = self._decode(self._compiled[label], prefix, samples)
             read = self._share_read(label)
