@@ -222,8 +222,9 @@ def test_sparse_attention(spelling: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("filled", [0, 1, 7])
-def test_slots_that_no_row_fills(filled: int) -> None:
-    """A row fills more than the others, one none."""
+def test_slots_that_no_row_fills(filled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row fills more than the others, one none; where the op is whole, as it is under Inductor too."""
+    monkeypatch.setattr(aten, "_is_traced", lambda x: False)
     state = build(Case(length=301, mask="full"))
     ids = torch.full((2, 2, state.case.pages), -1, dtype=torch.int32)
     ids[0, 0, :filled], ids[1, :, :2] = (
