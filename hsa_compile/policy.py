@@ -30,8 +30,8 @@ __all__ = ["FIELDS", "PRESETS", "LayerName", "LayerPolicy", "Policy", "algorithm
 
 PAGE_SIZES = (16, 32, 64)
 AUTO = "auto"
-LONG = 65536
-"""Tokens up to which "auto" takes the smaller pages."""
+AUTO_SIZES = ((32768, 16), (98304, 32))
+"""Tokens up to which a cache has pages of so many under "auto"; longer ones have the largest."""
 GROUP_REDUCES = ("softmax_mean", "max")
 PLACEMENTS = ("device", "host")
 MAX_POOL = 64
@@ -55,8 +55,8 @@ class LayerPolicy:
             ``prototypes``.
         budget: what one query reads. An int is tokens (>= 1), a float a fraction of the attendable
             length in (0, 1]; so 1 is one token and 1.0 is everything. A list of ints is tokens (>= 1) of each KV head.
-        page_size: tokens a page: 16, 32 or 64; or "auto": 64 in a cache of more than 65,536 tokens, 32 in one that is
-            shorter, or whose length is not known when it is compiled.
+        page_size: tokens a page: 16, 32 or 64; or "auto": 16 in a cache of up to 32,768 tokens, 32 up to 98,304 and 64
+            beyond; 32 where the length is not known when it is compiled.
         sink: first tokens whose pages are always read (>= 0).
         recent: last tokens whose pages are always read (>= 0); the newest token's page always is.
         group_reduce: how the scores of the query heads that share a KV head become one:
@@ -321,7 +321,10 @@ class LayerPolicy:
         """The policy with the page size that "auto" is in a cache of ``length`` tokens (None: not known)."""
         if self.page_size != AUTO:
             return self
-        return dataclasses.replace(self, page_size=64 if (length or 0) > LONG else 32)
+        if length is None:
+            return dataclasses.replace(self, page_size=32)
+        fitting = (size for most, size in AUTO_SIZES if length <= most)
+        return dataclasses.replace(self, page_size=next(fitting, PAGE_SIZES[-1]))
 
     @property
     def estimates(self) -> bool:
@@ -620,9 +623,9 @@ PRESETS: dict[str, Policy] = {
     },
     "balanced": Policy(),
     "accurate": Policy(LayerPolicy(budget=4096, page_size=16), (("0?", _DENSE),)),
-    "fast": Policy(LayerPolicy(algorithm="mean", budget=1024)),
-    "chat": Policy(LayerPolicy(recent=256, top_p=0.95, min_budget=512)),
-    "long_document": Policy(LayerPolicy(budget=4096, top_p=0.95, min_budget=1024)),
+    "fast": Policy(LayerPolicy(budget=1024, page_size=32)),
+    "chat": Policy(LayerPolicy(page_size=32, recent=256, top_p=0.95, min_budget=512)),
+    "long_document": Policy(LayerPolicy(budget=4096, page_size=32, top_p=0.95, min_budget=1024)),
     "code": Policy(LayerPolicy(page_size=16)),
 }
 

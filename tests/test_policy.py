@@ -268,7 +268,7 @@ def test_what_single_tokens_do_not_combine_with(field: str, value: object, messa
 
 def test_tokens_are_bought_one_by_one() -> None:
     layer = LayerPolicy(granularity="two_stage", budget=100, first_stage=2.5)
-    assert not layer.holds(101) and layer.holds(100) and LayerPolicy(budget=100).holds(128)
+    assert not layer.holds(101) and layer.holds(100) and LayerPolicy(budget=100).holds(112)
     assert layer.of_pages == LayerPolicy(budget=250, first_stage=2.5)
     assert LayerPolicy(granularity="two_stage", budget=0.3).of_pages.budget == 1.0
     assert (
@@ -308,10 +308,11 @@ def test_a_policy_error_is_a_value_error():
         (0.25, 32, 1024, 8),
         (0.25, 32, 1025, 9),
         (0.01, 64, 1, 1),
-        (2048, "auto", 65_536, 64),
-        (2048, "auto", 65_537, 32),
+        (2048, "auto", 32_768, 128),
+        (2048, "auto", 32_769, 64),
+        (2048, "auto", 98_305, 32),
         (0.5, "auto", 65_536, 1024),
-        (0.5, "auto", 65_600, 513),
+        (0.5, "auto", 98_400, 769),
         # In binary, 0.07 * 3200 is above 224, and would pay for an eighth page.
         (0.07, 32, 3200, 7),
     ],
@@ -338,9 +339,10 @@ def test_dense_pays_for_every_page():
 
 
 def test_pages_are_larger_in_long_caches() -> None:
-    """32 tokens a page up to 65,536, 64 beyond, 32 where the length is not known; what was given stays."""
+    """16 tokens a page up to 32,768, 32 up to 98,304, 64 beyond; 32 where it is not known; what was given stays."""
     layer = LayerPolicy(top_p=0.9)
-    assert [layer.at_length(tokens).page_size for tokens in (1, 65_536, 65_537)] == [32, 32, 64]
+    lengths = (1, 32_768, 32_769, 98_304, 98_305)
+    assert [layer.at_length(tokens).page_size for tokens in lengths] == [16, 16, 32, 32, 64]
     assert layer.at_length(None) == LayerPolicy(top_p=0.9, page_size=32)
     assert (layer.stops, layer.at_length(10**6).stops) == ((0.9, 8), (0.9, 4))
     assert LayerPolicy(page_size=16).at_length(10**6).page_size == 16

@@ -355,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise AccuracyError(f"--merge: no such file: {other}; valid: files that runs wrote")
             store.take(Store.open(other))
         if args.merge:
-            store.write()
+            store.write(made_here=False)
         if args.table or args.markdown or args.merge:
             if not store.records:
                 raise AccuracyError(

@@ -16,6 +16,7 @@ from hsa_compile import Policy
 
 Key = tuple[str, str, int, int, str]
 Record = dict[str, Any]
+MADE = ("date", "machine", "versions")
 
 
 def key_of(record: Mapping[str, Any]) -> Key:
@@ -32,12 +33,14 @@ class Store:
         settings: what all records must share to be compared; see :meth:`agree`.
         policies: by label, as ``Policy.to_dict`` gives them.
         records: by key.
+        made: date, machine and versions of the run that wrote the file.
     """
 
     path: Path
     settings: dict[str, Any] = field(default_factory=dict)
     policies: dict[str, Any] = field(default_factory=dict)
     records: dict[Key, Record] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> Store:
@@ -52,6 +55,7 @@ class Store:
         try:
             content = json.loads(path.read_text())
             store.settings, store.policies = content["settings"], content["policies"]
+            store.made = {name: content[name] for name in MADE if name in content}
             store.records = {key_of(record): record for record in content["results"]}
         except (ValueError, KeyError, TypeError) as error:
             raise AccuracyError(
@@ -92,7 +96,7 @@ class Store:
         """
         known = {label: Policy.load(content) for label, content in other.policies.items()}
         if not self.records:
-            self.settings = other.settings
+            self.settings, self.made = other.settings, other.made
         self.agree(other.settings, known)
         self.records.update(other.records)
 
@@ -103,19 +107,19 @@ class Store:
     def add(self, record: Record) -> None:
         self.records[key_of(record)] = record
 
-    def write(self) -> None:
+    def write(self, made_here: bool = True) -> None:
         """Replace the file at once, so that there is always a whole one; a record is a line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        head = {
-            "benchmark": "accuracy",
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": common.machine(),
-            "versions": common.versions("transformers"),
-            "settings": self.settings,
-        }
+        if made_here:
+            here = (time.strftime("%Y-%m-%d"), common.machine(), common.versions("transformers"))
+            self.made = dict(zip(MADE, here))
+        head = {"benchmark": "accuracy", **self.made, "settings": self.settings}
         lines = [f'  "{name}": {json.dumps(value)}' for name, value in head.items()]
         policies = [f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in self.policies.items()]
-        results = [f"    {json.dumps(record)}" for _, record in sorted(self.records.items())]
+        results = [
+            f"    {json.dumps(record, separators=(',', ':'))}"
+            for _, record in sorted(self.records.items())
+        ]
         lines.append('  "policies": {\n' + ",\n".join(policies) + "\n  }")
         lines.append('  "results": [\n' + ",\n".join(results) + "\n  ]")
         partial = self.path.with_name(self.path.name + ".part")

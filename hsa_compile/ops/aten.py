@@ -108,9 +108,10 @@ def top_ranked(rank: Tensor, present: Tensor, count: IntLikeType) -> tuple[Tenso
     # One integer orders by rank, then by index: topk is many times faster than a stable sort, and has no tie rule.
     word = torch.where(rank == 0, 0.0, rank).view(torch.int32)
     word = (word ^ ((word >> 31) & 0x7FFFFFFF)).long()
-    key = torch.where(present, (word << _INDEX_BITS) + (2**_INDEX_BITS - 1 - index), _NEVER)
+    # Minus the index, not a constant minus it: Inductor has indices in 32 bits.
+    key = torch.where(present, (word << _INDEX_BITS) - index, _NEVER)
     best = torch.topk(key, count, dim=-1).values  # type: ignore[arg-type]
-    pages = 2**_INDEX_BITS - 1 - (best & (2**_INDEX_BITS - 1))
+    pages = -best & (2**_INDEX_BITS - 1)
     return torch.where(best != _NEVER, pages, 0), best != _NEVER
 
 

@@ -260,6 +260,7 @@ def check_single_tokens(growing: bool) -> None:
     code = written_code(chosen, args)
     assert sum(name.startswith("triton_tem") for name in launches(code)) == 4
     assert not calls_of_ops(code)
+    assert "4294967295 + " not in code  # indices have 32 bits there, and Triton refuses such a sum
     rows = {size for size in allocations(code) if size.endswith(", 64)")}
     assert rows <= {"(2, 2, 4, 64)", "(2, 8, 1, 64)"}  # the query, and the result
 
