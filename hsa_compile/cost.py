@@ -29,13 +29,16 @@ class Cost:
     dense: keys and values once. sparse: page summaries and means, the packed mask, the keys that tokens are chosen
     by, and the selected keys and values.
     break_even: the length from which the sparse step reads less, or None where it never does.
-    summaries: what is read to score pages, as a share of what dense attention reads.
+    summaries: what is read to score pages, as a share of what dense attention reads; with the keys of candidates where
+        their number follows the length.
+    candidates: keys of a first stage of which tokens are chosen, in as many KV tokens.
     """
 
     dense: sympy.Expr
     sparse: sympy.Expr
     break_even: int | None
     summaries: float = 0.0
+    candidates: float = 0.0
 
     def at(self, tokens: int) -> tuple[int, int]:
         """Bytes at a length: dense, sparse."""
@@ -62,15 +65,20 @@ def cost_of(plan: LayerPlan) -> Cost:
     bought = sympy.Rational(sum(max(one, forced) for one in each) * page, len(each))
     pages = _selected(plan.fraction, bought)
     read, most = token * pages, token * sympy.Min(S, pages)
+    share, candidates = heads * width / (page * token), 0.0
     if plan.tokens is not None:
         fewest = forced_tokens(policy.sink, plan.recent)
         single = _selected(plan.tokens.fraction, sympy.Integer(max(plan.tokens.budget, fewest)))
         key = heads * int(k.shape[3]) * k.element_size() if policy.granularity == "two_stage" else 0
+        if plan.fraction:
+            share += float(key * plan.fraction / (token * FRACTION_UNIT))
+        else:
+            candidates = float(key * pages / token)
         read = key * pages + token * single
         most = key * sympy.Min(S, pages) + token * sympy.Min(S, single)
     sparse = heads * width * sympy.ceiling(S / page) + most
     even = _break_even(heads * width, page, token, read)
-    return Cost(dense, sparse, even, heads * width / (page * token))
+    return Cost(dense, sparse, even, share, candidates)
 
 
 def _selected(fraction: int, tokens: sympy.Expr) -> sympy.Expr:

@@ -137,6 +137,7 @@ def _row(item: LayerPlan | ChosenPlan | Reject) -> SiteReport:
         cost.break_even,
         _prefetch(item),
         cost.summaries,
+        cost.candidates,
     )
 
 

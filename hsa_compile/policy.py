@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -552,6 +552,8 @@ class Policy:
             for key, policy in self.layers:
                 matches = matcher(key, count)
                 hits = [i for i, layer in enumerate(layers) if matches(layer)]
+                if is_optional(key) and len(hits) == len(layers):
+                    continue  # what is said of some layers is not meant for all there are
                 if not hits and not is_optional(key):
                     refuse_unmatched(key, layers)
                 for i in hits:
@@ -572,8 +574,9 @@ class Policy:
         if part and self.layers:
             raise PolicyError(
                 f"the policy names layers ({listed(key for key, _ in self.layers)}), but the model has a graph break, "
-                f"behind which layers cannot be told apart: {part}; valid: a policy with 'default' alone, "
-                "or a model without graph breaks (torch.compile(..., fullgraph=True) shows where they are)"
+                f"behind which layers cannot be told apart: {part}; valid: a policy with 'default' alone "
+                "(of a preset that names layers, its fields), or a model without graph breaks "
+                "(torch.compile(..., fullgraph=True) shows where they are)"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -703,4 +706,16 @@ def _layer_policy(value: object, base: LayerPolicy) -> LayerPolicy:
                     f"{name} {given[name]!r} has no effect on 'dense', which this layer starts "
                     f"from; name an algorithm too; valid: {listed(algorithm_names())}"
                 )
-    return dataclasses.replace(base, **given)
+    made = dataclasses.replace(base, **given)
+    for name, (needs, has_use) in _NEEDS.items():
+        if name in given and given[name] != getattr(base, name) and not has_use(made):
+            raise PolicyError(f"{name} {given[name]!r} has no effect without {needs}")
+    return made
+
+
+_NEEDS: dict[str, tuple[str, Callable[[LayerPolicy], bool]]] = {
+    "decay": ("algorithm 'heavy_hitters'", lambda one: _accumulates(one.algorithm)),
+    "prototypes": ("algorithm 'three_level'", lambda one: one.algorithm == THREE_LEVEL),
+    "first_stage": ("granularity 'two_stage'", lambda one: one.granularity == "two_stage"),
+}
+"""Fields of one algorithm or granularity, and what they need."""

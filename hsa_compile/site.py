@@ -313,7 +313,7 @@ class SiteReport:
     those that one step reads, batch included, as sympy expressions in the cache length S;
     ``break_even`` is the length from which sparse reads less. ``prefetch`` tells what pages are fetched behind, or why
     none are fetched ahead where the policy asks for it. ``summaries`` is what a step reads to score pages, as a
-    share of what dense attention reads.
+    share of what dense attention reads, and ``candidates`` the keys of a first stage, in as many KV tokens.
     """
 
     index: int
@@ -330,3 +330,4 @@ class SiteReport:
     break_even: int | None = None
     prefetch: str = ""
     summaries: float = 0.0
+    candidates: float = 0.0

@@ -75,16 +75,19 @@ def test_bytes_of_single_tokens_by_hand(granularity: str, more: int) -> None:
     model, inputs = setup()
     rule = {
         "granularity": granularity,
-        "first_stage": 2.0,
         "budget": 48,
         "page_size": 16,
         "recent": 8,
     }
+    if granularity == "two_stage":
+        rule["first_stage"] = 2.0
     site = hsa_compile.explain(model, *inputs, options={"policy": rule}).sites[0]
     length = sympy.Symbol("S", integer=True, positive=True)
     sparse = sympy.sympify(site.bytes_sparse, {"S": length})
     assert sparse.subs(length, 1024) == 64 * 4 * (128 + 24) + 4 * 32 * 4 * 48 + more
     assert granularity in site.policy
+    # The keys of two stages' 96 tokens are half of as many keys and values.
+    assert site.candidates == (48 if granularity == "two_stage" else 0)
 
 
 @torch.no_grad()

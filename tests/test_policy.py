@@ -677,3 +677,29 @@ def test_optional_keys_are_checked_too():
         Policy.load({"layers": {"3-1?": "dense"}})
     with pytest.raises(PolicyError, match=says("is there twice")):
         Policy.load({"layers": {"00?": "dense", "0?": "mean"}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "needs"),
+    [
+        ({"decay": 0.5}, "algorithm 'heavy_hitters'"),
+        ({"prototypes": 8}, "algorithm 'three_level'"),
+        ({"first_stage": 2.0}, "granularity 'two_stage'"),
+    ],
+    ids=str,
+)
+def test_fields_of_another_algorithm(fields: dict[str, float], needs: str) -> None:
+    ((name, value),) = fields.items()
+    message = f"{name} {value!r} has no effect without {needs}"
+    with pytest.raises(PolicyError, match=says(message)):
+        Policy.load(fields)
+    with pytest.raises(PolicyError, match=says(message)):
+        Policy.load({"layers": {"0": fields}})
+
+
+def test_an_optional_key_is_not_for_all_layers() -> None:
+    """Where every layer is compiled by itself each is layer 0: the dense first layer of a preset is none of them."""
+    policy = Policy.load("accurate")
+    one, several = [LayerName(0, "a")], [LayerName(0, "a"), LayerName(1, "b")]
+    assert [layer.algorithm for layer in policy.resolve(one)] == ["cuboid"]
+    assert [layer.algorithm for layer in policy.resolve(several)] == ["dense", "cuboid"]

@@ -182,7 +182,7 @@ def _layers(compiled: Any, explanation: Explanation) -> dict[int, LayerRun]:
         read = layer.tokens_read / layer.steps
         site = sites.get((layer.index, layer.path))
         if site is not None:
-            read += site.summaries * whole
+            read += site.summaries * whole + min(site.candidates, whole)
         error, recall = layer.output_error, layer.recall
         squared = None if error is None else error**2
         one = LayerRun(read, whole, squared, recall)
