@@ -237,7 +237,7 @@ def test_slots_that_no_row_fills(filled: int, monkeypatch: pytest.MonkeyPatch) -
 @RANDOM
 @given(cases())
 def test_lossless_within_the_budget(case: Case) -> None:
-    case = replace(case, slots=case.pages, fraction=0.0, softcap=0.0)
+    case = replace(case, slots=case.pages, fraction=0.0, softcap=0.0, uneven=False)
     state = build(case)
     ids, counts = HSA.select(*state.selection())
     assert torch.equal(counts[..., 0], counts[..., 1])
