@@ -263,7 +263,8 @@ class LayerPolicy:
             refuse(
                 "min_budget",
                 self.min_budget,
-                f"at most the {what} ({least} tokens) with top_p {self.top_p:g}",
+                f"at most the {what} ({least} tokens) with top_p {self.top_p:g}; "
+                "give 'min_budget' beside a smaller budget",
             )
 
     def _check_dense_below(self) -> None:

@@ -31,6 +31,8 @@ PART = LayerPolicy(algorithm="cuboid", budget=48, page_size=16, sink=4, recent=1
 WHOLE = LayerPolicy(budget=144, page_size=16)
 STEPS = 4
 WITH_INDUCTOR = ("everything", "floats_by_row", "mask_of_rows_and_heads", "sinks_by_the_sum")
+ALIKE = ("mask_mod", "mask_of_rows", "mask_of_heads")
+"""What others of them do too."""
 OPTIONS: dict[str, Any] = {"run": "eager", "policy": {"budget": 48, "page_size": 16, "recent": 16}}
 
 
@@ -44,7 +46,14 @@ def eagerly() -> Iterator[None]:
 # Every function that is understood
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda spelling: spelling.name)
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        pytest.param(spelling, marks=pytest.mark.slow) if spelling.name in ALIKE else spelling
+        for spelling in SPELLINGS
+    ],
+    ids=lambda spelling: spelling.name,
+)
 def test_spelling(spelling: Spelling) -> None:
     check(spelling, "eager")
 
@@ -100,6 +109,7 @@ def test_several_queries(spelling: Spelling) -> None:
         assert hsa_compile.stats(compiled).steps == 4
 
 
+@pytest.mark.slow
 def test_host_placement() -> None:
     """A cache in host memory gives what one on the device gives."""
     attend = flex.everything
@@ -115,10 +125,11 @@ def test_host_placement() -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        dataclasses.replace(PART, algorithm="streaming"),
-        dataclasses.replace(PART, top_p=0.7, min_budget=16),
+        pytest.param(
+            dataclasses.replace(PART, algorithm="streaming"), id="window", marks=pytest.mark.slow
+        ),
+        pytest.param(dataclasses.replace(PART, top_p=0.7, min_budget=16), id="top_p"),
     ],
-    ids=["window", "top_p"],
 )
 def test_other_selections(rule: LayerPolicy) -> None:
     """Under a score_mod and a mask_mod: without scores, and as many pages as a share of the softmax takes."""
@@ -493,7 +504,7 @@ class Eager:
 
 @pytest.mark.parametrize("run", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_llama(kind: str, batch: int, run: str) -> None:
     model = tiny("llama", "flex_attention")
     eager = Eager(model)
@@ -515,6 +526,7 @@ def test_llama(kind: str, batch: int, run: str) -> None:
     assert hsa_compile.stats(compiled).steps == asked.steps
 
 
+@pytest.mark.slow
 def test_sparse_llama() -> None:
     """As the model with scaled_dot_product_attention is by the same policy.
 

@@ -337,7 +337,7 @@ def test_attention_to_ragged_rows_compiles(child: Check, literal: bool) -> None:
     child(check_compiles, Case(ragged=True), "sparse_attention", early=True, literal=literal)
 
 
-@pytest.mark.parametrize("literal", [True, False])
+@pytest.mark.parametrize("literal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_attention_to_a_pool_compiles(child: Check, literal: bool) -> None:
     case = Case(pool=True, bias=True, group=1)
     child(check_compiles, Case(pool=True), "sparse_attention", early=True, literal=literal)

@@ -257,7 +257,8 @@ SHORT = replace(
 )
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
 def test_compiled(whole: bool) -> None:
     """In one graph on a CPU, in which neither pools nor caches, nor the tail, are copied."""
     request = Request(masks=("causal",), slots=7)

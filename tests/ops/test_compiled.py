@@ -111,7 +111,10 @@ def test_nothing_of_full_length_is_copied() -> None:
     assert sizes and max(sizes) < by_page.numel() < state.keys.numel()
 
 
-@pytest.mark.parametrize(("backend", "fraction"), [(inductor, 0.0), (traced, 0.25)])
+@pytest.mark.parametrize(
+    ("backend", "fraction"),
+    [pytest.param(inductor, 0.0, marks=pytest.mark.slow), (traced, 0.0), (traced, 0.25)],
+)
 def test_compiled_once_for_every_length(backend: object, fraction: float) -> None:
     """Lengths on both sides of the budget; the slots are a number, or follow the length as fractions do."""
     compiled = torch.compile(step, backend=backend, fullgraph=True)

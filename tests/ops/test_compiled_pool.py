@@ -78,6 +78,7 @@ def early(q: Tensor, bits: Tensor, position: Tensor, *layer: Tensor) -> tuple[Te
     return result
 
 
+@pytest.mark.slow
 def test_pages_loaded_ahead_are_written_in_place() -> None:
     """Neither caches nor pools nor their records are copied, and one compile serves all steps."""
     torch._dynamo.utils.counters.clear()

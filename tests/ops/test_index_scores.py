@@ -208,7 +208,7 @@ def fresh() -> Iterator[Check]:
         yield run
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lowered_to_the_kernel(fresh: Check, dynamic: bool) -> None:
     fresh(check_lowered, dynamic)
 

@@ -208,7 +208,7 @@ def child() -> Iterator[Check]:
         yield run
 
 
-@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("growing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_layer_with_its_tail_in_the_pool(child: Check, growing: bool) -> None:
     child(check_layer, torch.bfloat16, growing)
     if not growing:

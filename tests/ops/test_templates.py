@@ -278,7 +278,10 @@ def test_summaries_of_several_tokens(
     interpreted(check_several, shape, written, kind, kept, "quest")
 
 
-@pytest.mark.parametrize("written", [1, 5, 16])
+@pytest.mark.parametrize(
+    "written",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 16],
+)
 def test_tokens_that_were_taken_back(interpreted: Check, written: int) -> None:
     interpreted(check_taken_back, Shape(tokens=16 * 70), written)
     interpreted(check_taken_back, Shape(tokens=16 * 70 - 9, batch=1), written)
@@ -416,7 +419,7 @@ def test_pages_that_just_missed(interpreted: Check, single: bool, more: int) -> 
 @pytest.mark.parametrize(
     "top_p", [0.83, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.02, 0.37, 0.999))]
 )
-@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("single", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_selection_that_stops_at_a_share(interpreted: Check, single: bool, top_p: float) -> None:
     config = None if single else Config({"WAYS": 4, "SINGLE": False, "BLOCK": 16}, 4)
     rest = {"config": config, "top_p": top_p, "slots": 30}
@@ -445,7 +448,7 @@ def test_a_share_of_equal_pages(interpreted: Check) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("single", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_budget_for_each_kv_head(interpreted: Check, single: bool) -> None:
     """Also one of a single page, one that the row is within, and with a share as well."""
     config = None if single else Config({"WAYS": 2, "SINGLE": False, "BLOCK": 16}, 4)
@@ -461,7 +464,7 @@ def test_a_budget_for_each_kv_head(interpreted: Check, single: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("single", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_that_hold_too_little_take_every_page(interpreted: Check, single: bool) -> None:
     """By budgets, by heads and by shares, with ties, among empty rows, and with none left that just missed."""
     config = None if single else Config({"WAYS": 2, "SINGLE": False, "BLOCK": 16}, 4)
