@@ -37,7 +37,6 @@ QUICK = {
     ("opt", "static", "sdpa", 1),
     ("bloom", "dynamic", "eager", 3),
     ("gpt_oss", "static", "eager", 3),
-    ("gemma2", "dynamic", "eager", 1),
     ("cohere", "static", "eager", 3),
     ("phi", "dynamic", "sdpa", 3),
     ("olmoe", "static", "sdpa", 3),

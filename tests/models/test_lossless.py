@@ -94,7 +94,7 @@ def test_a_dynamic_cache_that_knows_the_window(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        ("llama", "static"),
+        pytest.param("llama", "static", marks=pytest.mark.slow),
         pytest.param("llama", "dynamic", marks=pytest.mark.slow),
         pytest.param("qwen3", "static", marks=pytest.mark.slow),
         pytest.param("mistral", "dynamic", marks=pytest.mark.slow),

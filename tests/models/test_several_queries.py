@@ -162,18 +162,24 @@ def check(
 
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("policy", [WHOLE, PART, UNEVEN], ids=["lossless", "sparse", "uneven"])
+@pytest.mark.parametrize(
+    "policy",
+    [WHOLE, PART, pytest.param(UNEVEN, marks=pytest.mark.slow)],
+    ids=["lossless", "sparse", "uneven"],
+)
 def test_drafts_are_verified(kind: str, batch: int, policy: LayerPolicy) -> None:
     check("llama", kind, batch, policy)
 
 
-@pytest.mark.parametrize("policy", [WHOLE, PART], ids=["lossless", "sparse"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(WHOLE, marks=pytest.mark.slow), PART], ids=["lossless", "sparse"]
+)
 def test_attention_written_out(policy: LayerPolicy) -> None:
     """GPT-2's own: an additive mask with a row a token."""
     check("gpt2", "dynamic", 3, policy, "eager")
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", [pytest.param("static", marks=pytest.mark.slow), "dynamic"])
 def test_half_precision(kind: str) -> None:
     check("llama", kind, 3, WHOLE, dtype=torch.bfloat16)
 

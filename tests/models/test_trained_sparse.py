@@ -94,8 +94,8 @@ def check(model: Any, kind: str, batch: int, run: str = "eager") -> tuple[Any, .
     return hsa_compile.explain(compiled).sites
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("family", ALIKE)
 def test_as_the_model(family: str, kind: str, attention: str, batch: int) -> None:
@@ -122,7 +122,7 @@ def test_through_inductor_with_one_row() -> None:
     assert check(build("deepseek_v32", "sdpa"), "static", 1, "inductor")[-1].decision == "sparse"
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", OTHERS)
 def test_others_of_the_same_spelling(family: str, kind: str) -> None:
     attention = "eager" if family in families.EAGER_ONLY else "sdpa"
@@ -170,7 +170,7 @@ def cache_name(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_half_precision(kind: str) -> None:
     """No further from fp32 than what the model makes of half precision itself."""
     exact = build("deepseek_v32", "sdpa")

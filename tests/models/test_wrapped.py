@@ -43,7 +43,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [in_ddp, sharded])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_decoding_in_a_wrapper(
     wrap: Callable[[nn.Module], nn.Module], kind: str, one_process: None
 ) -> None:

@@ -247,7 +247,7 @@ def test_eager_and_compiled_calls_take_turns() -> None:
 
 
 @pytest.mark.parametrize("mask", ["made within", "made before"])
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_prefill(early: bool, mask: str) -> None:
     """In two chunks; one graph a shape where the memory is there before."""
     model, asked = tiny("llama"), request(2, length=42)

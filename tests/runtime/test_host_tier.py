@@ -145,6 +145,7 @@ def test_bit_identical_over_hundreds_of_steps(pool: float, batch: int, seed: int
         assert layer.pages_loaded and (layer.pages_evicted or pool > 1)
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     with torch.no_grad():
         twins = Twins(1.0, 2, 256, 3, run="inductor")

@@ -36,6 +36,7 @@ def decoded(kind: str, run: str = "eager", **policy: object) -> Tensor:
     return torch.stack(logits)
 
 
+@pytest.mark.slow
 def test_every_length_is_sparse_wherever_the_cache_is() -> None:
     expected = decoded("static")
     for kind, prefetch in (("static", "none"), ("host", "next_rank"), ("host", "cross_layer")):

@@ -250,6 +250,7 @@ def test_on_the_host() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_with_inductor(grad_mode: str) -> None:
     step, memory = compiled(run="inductor"), encoded()
     assert check(step, memory) == ALL
