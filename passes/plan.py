@@ -108,9 +108,8 @@ def _plan_site(site: AttentionSite, policy: LayerPolicy) -> LayerPlan | Reject:
         budget = of_pages.pages(tokens)
         slots = min(max(budget + 1, forced), -(-tokens // policy.page_size))
     elif fraction:
-        budget = slots = (
-            0  # both follow the length; the rewrite computes slots that are 0 in the graph
-        )
+        # Both follow the length; the rewrite computes slots that are 0 in the graph.
+        budget = slots = 0
     else:
         budget = of_pages.pages(0)
         slots = max(budget + 1, forced)

@@ -96,7 +96,7 @@ class Store:
         """
         known = {label: Policy.load(content) for label, content in other.policies.items()}
         if not self.records:
-            self.settings, self.made = other.settings, other.made
+            self.made = other.made
         self.agree(other.settings, known)
         self.records.update(other.records)
 

@@ -60,7 +60,8 @@ class PageState:
         self.covered = self._allocate(0, layout.covered_width, torch.int64)
         self.signs: Tensor | None = None
         if layout.signs:
-            self.signs = self._allocate(0, self._sign_words, torch.int64)
+            words = signs_width(layout.page_size, layout.head_dim)
+            self.signs = self._allocate(0, words, torch.int64)
         self.seen: list[tuple[int | None, int]] | None = None
         self.pool: PagePool | None = None
         self.position: int | None = None
@@ -75,25 +76,23 @@ class PageState:
                 ).permute(1, 2, 0, 3)
             return torch.zeros((batch, heads, pages, width), dtype=dtype, device=self.device)
 
-    @property
-    def _sign_words(self) -> int:
-        return signs_width(self.layout.page_size, self.layout.head_dim)
+    def _grown(self, held: Tensor, room: int) -> Tensor:
+        """``held`` with as many pages as there is ``room`` for, zeros behind its own."""
+        larger = self._allocate(room, held.shape[3], held.dtype)
+        larger[:, :, : held.shape[2]] = held
+        return larger
 
     def views(self, pages: int) -> tuple[Tensor, ...]:
         """Summary and coverage of the first ``pages`` pages, and signs; grows where there are fewer."""
         have = self.summary.shape[2]
         if have < pages:
             room = max(pages, have + have // 2) if self.page_major else pages
-            summary = self._allocate(room, self.layout.width, self.layout.dtype)
-            covered = self._allocate(room, self.layout.covered_width, torch.int64)
-            covered[..., 1] = NEVER
-            summary[:, :, :have] = self.summary
-            covered[:, :, :have] = self.covered
-            self.summary, self.covered = summary, covered
+            self.summary, self.covered = (
+                self._grown(held, room) for held in (self.summary, self.covered)
+            )
+            self.covered[:, :, have:, 1] = NEVER
             if self.signs is not None:
-                signs = self._allocate(room, self._sign_words, torch.int64)
-                signs[:, :, :have] = self.signs
-                self.signs = signs
+                self.signs = self._grown(self.signs, room)
         held = (self.summary, self.covered, self.signs)
         return tuple(tensor[:, :, :pages] for tensor in held if tensor is not None)
 
