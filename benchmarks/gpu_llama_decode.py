@@ -9,7 +9,9 @@ Variants of the host tier: ``host`` waits for every page, ``host_next_rank`` and
 difference between the first and the last that loading ahead saves. ``host@2.75`` has a pool of 2.75 selections.
 
 ``hsa_monitored`` measures what the selection loses, each layer in every 20th step, which is once a round, and
-``hsa_top_p`` stops at a share of 0.9 (which random keys, all alike, reach late).
+``hsa_top_p`` stops at a share of 0.9 (which random keys, all alike, reach late). ``hsa_dense_below`` looks at every row
+and finds none that it does not trust; the others are named for what they select or estimate. Four layers
+(``--layers 4``) tell them apart.
 
 Values matter to nothing but the pool of ``--variants host``: to how far selections of successive steps differ. So that
 a few percent of the selected pages are misses, as on pretrained models, attention adds little to the residual stream,
@@ -39,7 +41,17 @@ from benchmarks import common
 from hsa_compile.runtime.host_memory import host_bytes
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
-EXTRA = {"hsa": {}, "hsa_monitored": {"monitor": 20}, "hsa_top_p": {"top_p": 0.9}}
+EXTRA: dict[str, dict[str, Any]] = {
+    "hsa": {},
+    "hsa_monitored": {"monitor": 20},
+    "hsa_top_p": {"top_p": 0.9},
+    "hsa_dense_below": {"dense_below": 0.001},
+    "hsa_heavy_hitters": {"algorithm": "heavy_hitters"},
+    "hsa_three_level": {"algorithm": "three_level", "recent": 512},
+    "hsa_centroids": {"unselected": "centroids"},
+    "hsa_two_stage": {"granularity": "two_stage"},
+    "hsa_token": {"granularity": "token"},
+}
 PREFETCH = {"host_next_rank": "next_rank", "host_cross_layer": "cross_layer"}
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -24,24 +24,22 @@ from hsa_compile.errors import (
     refuse,
 )
 from hsa_compile.layer_keys import LayerName, is_optional, matcher, normal_key, refuse_unmatched
+from hsa_compile.policy_checks import (
+    AUTO,
+    DENSE,
+    NO_EFFECT,
+    PAGE_SIZES,
+    THREE_LEVEL,
+    accumulates,
+    algorithm_names,
+    checked,
+)
 from hsa_compile.policy_file import SUFFIXES, read_policy_file, write_policy_file
 
 __all__ = ["FIELDS", "PRESETS", "LayerName", "LayerPolicy", "Policy", "algorithm_names", "describe"]
 
-PAGE_SIZES = (16, 32, 64)
-AUTO = "auto"
 AUTO_SIZES = ((32768, 16), (98304, 32))
 """Tokens up to which a cache has pages of so many under "auto"; longer ones have the largest."""
-GROUP_REDUCES = ("softmax_mean", "max")
-PLACEMENTS = ("device", "host")
-MAX_POOL = 64
-PREFETCHES = ("none", "next_rank", "cross_layer")
-MAX_AHEAD = 4
-UNSELECTED = ("drop", "centroids")
-THREE_LEVEL = "three_level"
-MAX_PROTOTYPES = 1024
-GRANULARITIES = ("page", "two_stage", "token")
-MAX_FIRST_STAGE = 64
 
 
 @dataclass(frozen=True)
@@ -113,191 +111,8 @@ class LayerPolicy:
     first_stage: float = 4.0
 
     def __post_init__(self) -> None:
-        check_choice("algorithm", self.algorithm, algorithm_names())
-        each = self.budget if isinstance(self.budget, list | tuple) else (self.budget,)
-        tokens = bool(each) and all(type(one) is int and one >= 1 for one in each)
-        fraction = type(self.budget) is float and 0 < self.budget <= 1
-        if not (tokens or fraction):
-            refuse(
-                "budget",
-                self.budget,
-                "an int >= 1 (tokens), a float in (0, 1] (a fraction of the attendable length) "
-                "or a list of ints >= 1 (tokens of each KV head)",
-            )
-        if isinstance(self.budget, list):
-            object.__setattr__(self, "budget", tuple(self.budget))
-        if self.page_size != AUTO and not (
-            type(self.page_size) is int and self.page_size in PAGE_SIZES
-        ):
-            valid = (
-                f"{listed(PAGE_SIZES)} (tokens) or {AUTO!r}{did_you_mean(self.page_size, (AUTO,))}"
-            )
-            refuse("page_size", self.page_size, valid)
-        for name in ("sink", "recent"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                refuse(name, value, "an int >= 0 (tokens)")
-        check_choice("group_reduce", self.group_reduce, GROUP_REDUCES)
-        check_choice("placement", self.placement, PLACEMENTS)
-        if type(self.pool) not in (int, float) or not 1 <= self.pool <= MAX_POOL:
-            refuse(
-                "pool",
-                self.pool,
-                f"a number from 1 to {MAX_POOL}, times the pages that a query selects",
-            )
-        object.__setattr__(self, "pool", float(self.pool))
-        check_choice("prefetch", self.prefetch, PREFETCHES)
-        if type(self.ahead) not in (int, float) or not 0 < self.ahead <= MAX_AHEAD:
-            refuse(
-                "ahead",
-                self.ahead,
-                f"a number above 0 and up to {MAX_AHEAD}, times the pages that a query selects",
-            )
-        object.__setattr__(self, "ahead", float(self.ahead))
-        if self.prefetch == "next_rank" and self.pool < 1 + self.ahead:
-            refuse(
-                "pool",
-                self.pool,
-                f"at least {1 + self.ahead:g} with prefetch 'next_rank' and ahead {self.ahead:g}: "
-                "the pool holds the selection and what is loaded ahead",
-            )
-
-        self._check_top_p()
-        self._check_dense_below()
-        self._check_monitor()
-        self._check_accumulated()
-        self._check_unselected()
-        self._check_granularity()
-
-    def _check_accumulated(self) -> None:
-        if type(self.decay) not in (int, float) or not 0 < self.decay <= 1:
-            refuse("decay", self.decay, "a number above 0 and up to 1 (what is left after a step)")
-        object.__setattr__(self, "decay", float(self.decay))
-        if not _accumulates(self.algorithm):
-            return
-        why = f"with algorithm {self.algorithm!r}"
-        if self.group_reduce != "softmax_mean":
-            valid = f"'softmax_mean' {why}, which adds up shares of it"
-            refuse("group_reduce", self.group_reduce, valid)
-        if isinstance(self.budget, tuple):
-            refuse("budget", list(self.budget), f"one number {why}")
-        if self.prefetch == "cross_layer":
-            valid = f"'none', 'next_rank' {why}: a guess at a query would be added up like a query"
-            refuse("prefetch", self.prefetch, valid)
-
-    def _check_unselected(self) -> None:
-        check_choice("unselected", self.unselected, UNSELECTED)
-        if type(self.prototypes) is not int or not 1 <= self.prototypes <= MAX_PROTOTYPES:
-            refuse("prototypes", self.prototypes, f"an int from 1 to {MAX_PROTOTYPES}")
-        if self.algorithm != THREE_LEVEL:
-            return
-        if self.unselected != "drop":
-            why = "with algorithm 'three_level', in which prototypes stand for all that is left out"
-            refuse("unselected", self.unselected, f"'drop' {why}")
-        if self.prefetch != "none":
-            why = "with algorithm 'three_level', whose pages have no ranks and follow no query"
-            refuse("prefetch", self.prefetch, f"'none' {why}")
-        if isinstance(self.budget, tuple):
-            why = "with algorithm 'three_level', whose pages are the same for all KV heads"
-            refuse("budget", list(self.budget), f"one number {why}")
-
-    def _check_granularity(self) -> None:
-        check_choice("granularity", self.granularity, GRANULARITIES)
-        if (
-            type(self.first_stage) not in (int, float)
-            or not 1 <= self.first_stage <= MAX_FIRST_STAGE
-        ):
-            refuse(
-                "first_stage",
-                self.first_stage,
-                f"a number from 1 to {MAX_FIRST_STAGE}, times the budget",
-            )
-        object.__setattr__(self, "first_stage", float(self.first_stage))
-        if self.granularity == "page" or self.algorithm == "dense":
-            return
-        why = f"with granularity {self.granularity!r}"
-        if self.placement != "device":
-            refuse("placement", self.placement, f"'device' {why}: the host tier moves whole pages")
-        if self.prefetch != "none":
-            refuse("prefetch", self.prefetch, f"'none' {why}: pages are loaded ahead, not tokens")
-        for name, usual in (("top_p", 1), ("dense_below", 0)):
-            if getattr(self, name) != usual:
-                valid = f"{usual} {why}: a share of the softmax is estimated of pages"
-                refuse(name, getattr(self, name), valid)
-        if isinstance(self.budget, tuple):
-            refuse("budget", list(self.budget), f"one number {why}")
-        if self.unselected != "drop":
-            refuse("unselected", self.unselected, f"'drop' {why}: pages are left out in part")
-        if self.granularity == "token" and self.algorithm != "cuboid":
-            refuse("algorithm", self.algorithm, f"'cuboid' {why}: the bits of a token are about it")
-        if self.algorithm in ("streaming", THREE_LEVEL) or _accumulates(self.algorithm):
-            refuse("algorithm", self.algorithm, f"one with page scores, such as 'cuboid', {why}")
-
-    def _check_monitor(self) -> None:
-        if type(self.monitor) is not int or self.monitor < 0:
-            refuse("monitor", self.monitor, "an int >= 0 (steps; 0 is never)")
-        if type(self.monitor_bound) not in (int, float) or not 0 <= self.monitor_bound <= 1:
-            refuse(
-                "monitor_bound", self.monitor_bound, "a number from 0 to 1 (a share of the softmax)"
-            )
-        object.__setattr__(self, "monitor_bound", float(self.monitor_bound))
-        if self.monitor_bound and not self.monitor:
-            refuse(
-                "monitor_bound",
-                self.monitor_bound,
-                "0 without a monitor: give 'monitor' in steps, such as 64",
-            )
-
-    def _check_top_p(self) -> None:
-        if type(self.top_p) not in (int, float) or not 0 < self.top_p <= 1:
-            refuse("top_p", self.top_p, "a number above 0 and up to 1 (a share of the softmax)")
-        object.__setattr__(self, "top_p", float(self.top_p))
-        if type(self.min_budget) is not int or self.min_budget < 0:
-            refuse("min_budget", self.min_budget, "an int >= 0 (tokens)")
-        if self.top_p == 1:
-            return
-        self._needs_shares("top_p", 1)
-        least = min(self.budget) if isinstance(self.budget, tuple) else self.budget
-        if isinstance(least, int) and self.min_budget > least:
-            what = "smallest budget" if isinstance(self.budget, tuple) else "budget"
-            refuse(
-                "min_budget",
-                self.min_budget,
-                f"at most the {what} ({least} tokens) with top_p {self.top_p:g}; "
-                "give 'min_budget' beside a smaller budget",
-            )
-
-    def _check_dense_below(self) -> None:
-        if type(self.dense_below) not in (int, float) or not 0 <= self.dense_below <= 1:
-            valid = "a number from 0 to 1 (a share of the softmax; 0 is never)"
-            refuse("dense_below", self.dense_below, valid)
-        object.__setattr__(self, "dense_below", float(self.dense_below))
-        if self.dense_below == 0:
-            return
-        self._needs_shares("dense_below", 0)
-        if self.dense_below > self.top_p:
-            valid = f"at most top_p ({self.top_p:g}), at which rows stop"
-            refuse("dense_below", self.dense_below, valid)
-        if self.placement == "host":
-            valid = "0 with placement 'host', whose pool does not hold all pages"
-            refuse("dense_below", self.dense_below, valid)
-
-    def _needs_shares(self, name: str, never: int) -> None:
-        """Refuse a field other than ``never`` where the policy estimates no shares of the softmax."""
-        from hsa_compile import algorithms
-
-        scored = [
-            name
-            for name in algorithms.names()
-            if algorithms.get(name).parts and not algorithms.get(name).accumulates
-        ]
-        if self.algorithm not in scored:
-            why = f"with algorithm {self.algorithm!r}, which ranks by no estimate of a softmax"
-            why += f" (such as {scored[0]!r} does)"
-            refuse(name, getattr(self, name), f"{never} {why}")
-        if self.group_reduce != "softmax_mean":
-            why = f"with group_reduce {self.group_reduce!r}: only 'softmax_mean' estimates shares"
-            refuse(name, getattr(self, name), f"{never} {why}")
+        for name, value in checked(self).items():
+            object.__setattr__(self, name, value)
 
     @property
     def stops(self) -> tuple[Any, ...]:
@@ -370,7 +185,7 @@ class LayerPolicy:
         return page
 
     def _tokens(self, length: int) -> Fraction:
-        budget = 1.0 if self.algorithm == "dense" else self.budget
+        budget = 1.0 if self.algorithm == DENSE else self.budget
         budget = max(budget) if isinstance(budget, tuple) else budget
         return Fraction(budget) if isinstance(budget, int) else Fraction(repr(budget)) * length
 
@@ -384,19 +199,6 @@ class LayerPolicy:
         return dataclasses.replace(self, granularity="page", budget=first)
 
 
-def algorithm_names() -> tuple[str, ...]:
-    """Valid values of ``LayerPolicy.algorithm``: "dense", the page scores, and what has no score."""
-    from hsa_compile import algorithms
-
-    return ("dense", *algorithms.names(), THREE_LEVEL)
-
-
-def _accumulates(algorithm: str) -> bool:
-    from hsa_compile import algorithms
-
-    return algorithm in algorithms.names() and algorithms.get(algorithm).accumulates
-
-
 FIELDS = tuple(item.name for item in dataclasses.fields(LayerPolicy))
 _NO_USE_WHEN_DENSE = frozenset(FIELDS) - {"algorithm", "placement"}
 
@@ -408,7 +210,7 @@ def describe(policy: LayerPolicy) -> str:
     """
     usual = LayerPolicy()
     parts = [policy.algorithm]
-    if policy.algorithm != "dense":
+    if policy.algorithm != DENSE:
         each = policy.budget if isinstance(policy.budget, tuple) else (policy.budget,)
         parts += [f"budget={','.join(map(str, each))}", f"page={policy.page_size}"]
         parts += [f"sink={policy.sink}", f"recent={policy.recent}"]
@@ -416,7 +218,7 @@ def describe(policy: LayerPolicy) -> str:
             parts += [f"top_p={policy.top_p:g}", f"min={policy.min_budget}"]
         if policy.dense_below:
             parts.append(f"dense_below={policy.dense_below:g}")
-        if policy.decay != usual.decay and _accumulates(policy.algorithm):
+        if policy.decay != usual.decay and accumulates(policy.algorithm):
             parts.append(f"decay={policy.decay:g}")
         if policy.algorithm == THREE_LEVEL:
             parts.append(f"prototypes={policy.prototypes}")
@@ -430,7 +232,7 @@ def describe(policy: LayerPolicy) -> str:
             parts.append(f"first_stage={policy.first_stage:g}")
     if policy.placement != usual.placement:
         parts.append(f"placement={policy.placement}")
-        if policy.algorithm != "dense":
+        if policy.algorithm != DENSE:
             parts.append(f"pool={policy.pool:g}")
             if policy.prefetch != "none":
                 parts.append(f"prefetch={policy.prefetch}")
@@ -616,7 +418,7 @@ class Policy:
         return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-_DENSE = LayerPolicy(algorithm="dense")
+_DENSE = LayerPolicy(algorithm=DENSE)
 
 PRESETS: dict[str, Policy] = {
     "default": Policy(),
@@ -639,9 +441,13 @@ PolicySource: TypeAlias = Policy | LayerPolicy | Mapping[str, Any] | str | os.Pa
 
 def _differing(policy: LayerPolicy, base: LayerPolicy) -> dict[str, Any] | str:
     """What an entry of a policy file has to say of ``policy`` where it starts from ``base``."""
-    if policy == LayerPolicy(algorithm="dense"):
-        return "dense"
-    always = ("algorithm",) if policy.algorithm == "dense" else ("algorithm", "budget")
+    usual = LayerPolicy()
+    if policy == LayerPolicy(algorithm=DENSE):
+        return DENSE
+    idle = (name for name, (_, has_use) in NO_EFFECT.items() if not has_use(policy))
+    if any(getattr(policy, name) != getattr(usual, name) for name in idle):
+        return dataclasses.asdict(policy)
+    always = ("algorithm",) if policy.algorithm == DENSE else ("algorithm", "budget")
     fields = dataclasses.asdict(policy).items()
     return {
         name: value
@@ -700,7 +506,7 @@ def _layer_policy(value: object, base: LayerPolicy) -> LayerPolicy:
             raise PolicyError(
                 f"unknown field {name!r}; valid: {listed(valid)}{did_you_mean(name, valid)}"
             )
-    if base.algorithm == "dense" and "algorithm" not in given:
+    if base.algorithm == DENSE and "algorithm" not in given:
         for name in given:
             if name in _NO_USE_WHEN_DENSE:
                 raise PolicyError(
@@ -708,15 +514,9 @@ def _layer_policy(value: object, base: LayerPolicy) -> LayerPolicy:
                     f"from; name an algorithm too; valid: {listed(algorithm_names())}"
                 )
     made = dataclasses.replace(base, **given)
-    for name, (needs, has_use) in _NEEDS.items():
-        if name in given and given[name] != getattr(base, name) and not has_use(made):
-            raise PolicyError(f"{name} {given[name]!r} has no effect without {needs}")
+    if given.keys() < set(FIELDS):  # one that names them all is a record, of what has no effect too
+        for name, (needs, has_use) in NO_EFFECT.items():
+            usual = (getattr(base, name), getattr(LayerPolicy(), name))
+            if name in given and given[name] not in usual and not has_use(made):
+                raise PolicyError(f"{name} {given[name]!r} has no effect without {needs}")
     return made
-
-
-_NEEDS: dict[str, tuple[str, Callable[[LayerPolicy], bool]]] = {
-    "decay": ("algorithm 'heavy_hitters'", lambda one: _accumulates(one.algorithm)),
-    "prototypes": ("algorithm 'three_level'", lambda one: one.algorithm == THREE_LEVEL),
-    "first_stage": ("granularity 'two_stage'", lambda one: one.granularity == "two_stage"),
-}
-"""Fields of one algorithm or granularity, and what they need."""

@@ -36,7 +36,7 @@ from torch import fx
 from hsa_compile import algorithms, compat
 from hsa_compile.ops.select import FRACTION_UNIT, forced_pages
 from hsa_compile.ops.signs import signs_width
-from hsa_compile.policy import THREE_LEVEL
+from hsa_compile.policy_checks import THREE_LEVEL
 from hsa_compile.site import Attention, CacheUpdate, LayerPlan
 
 from .emit import Emitter

@@ -685,11 +685,20 @@ def test_optional_keys_are_checked_too():
         ({"decay": 0.5}, "algorithm 'heavy_hitters'"),
         ({"prototypes": 8}, "algorithm 'three_level'"),
         ({"first_stage": 2.0}, "granularity 'two_stage'"),
+        ({"min_budget": 64}, "a top_p below 1"),
+        (
+            {"group_reduce": "max", "algorithm": "streaming"},
+            "an algorithm with page scores",
+        ),
+        (
+            {"group_reduce": "max", "algorithm": "three_level"},
+            "an algorithm with page scores",
+        ),
     ],
     ids=str,
 )
 def test_fields_of_another_algorithm(fields: dict[str, float], needs: str) -> None:
-    ((name, value),) = fields.items()
+    name, value = next(iter(fields.items()))
     message = f"{name} {value!r} has no effect without {needs}"
     with pytest.raises(PolicyError, match=says(message)):
         Policy.load(fields)

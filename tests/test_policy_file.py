@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hsa_compile.errors import PolicyError
-from hsa_compile.policy import LayerName, Policy, describe
+from hsa_compile.policy import LayerName, LayerPolicy, Policy, describe
 
 LAYERS = [LayerName(i, f"model.layers.{i}.self_attn") for i in range(8)]
 
@@ -117,6 +117,25 @@ def test_what_is_saved_loads_equal(tmp_path, name, source):
     text = (tmp_path / name).read_text()
     assert "monitor" not in text, "defaults are not spelled out"
     assert text.startswith("# measured\n# twice\ndefault:" if name.endswith("yaml") else "{\n")
+
+
+RECORDS = [
+    # A layer that goes back to what is usual, in which the field is of no use.
+    Policy(
+        LayerPolicy(algorithm="heavy_hitters", decay=0.5),
+        (("0", LayerPolicy(algorithm="mean")), ("1", LayerPolicy(algorithm="heavy_hitters"))),
+    ),
+    # Fields without use, as dataclasses.replace leaves them.
+    Policy(LayerPolicy(decay=0.5, prototypes=8, min_budget=16)),
+    Policy(layers=(("2", LayerPolicy(algorithm="streaming", group_reduce="max")),)),
+]
+
+
+@pytest.mark.parametrize("policy", RECORDS, ids=["usual", "idle", "idle layer"])
+def test_what_has_no_effect_is_kept_too(tmp_path, policy):
+    policy.save(tmp_path / "policy.yaml")
+    assert Policy.load(tmp_path / "policy.yaml") == policy
+    assert Policy.load(policy.to_dict()) == policy
 
 
 def test_a_saved_file_is_readable(tmp_path):

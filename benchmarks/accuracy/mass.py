@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from hsa_compile import LayerPolicy, Policy, algorithms
 from hsa_compile.ops.page_mask import attendable, unpack
 from hsa_compile.ops.select import FRACTION_UNIT
-from hsa_compile.policy import THREE_LEVEL, LayerName
+from hsa_compile.policy import LayerName
+from hsa_compile.policy_checks import THREE_LEVEL
 
 RECORDING = "recorded_for_accuracy"
 
