@@ -22,7 +22,7 @@ from hsa_compile.ops.page_mask import MASKED_BELOW
 from hsa_compile.site import Attention, Choice, ChosenSite, MaskTerm, Reject
 
 from .find_scores import find_scores
-from .graph_tools import CASTS, argument, modifies, number, op, same, tensor, writes
+from .graph_tools import CASTS, argument, fill, modifies, number, op, same, tensor, writes
 from .operands import with_heads
 from .token_wise import TogetherError, is_held, region_of
 
@@ -30,9 +30,6 @@ INDEX_DIMS = ((0, 2, 3), (0, 1, 2, 3), (0, 3))
 """Of the mask ``[B, 1, S, T]``, those that an index may have: rows, perhaps a head for all, perhaps query tokens, k."""
 
 EVERY = (0, 1, 2, 3)
-_CONSTANTS = frozenset(
-    "ones new_ones ones_like zeros new_zeros zeros_like full new_full full_like".split()
-)
 _NOT = frozenset({"invert", "logical_not", "bitwise_not", "__invert__"})
 _AND = frozenset({"and_", "logical_and", "bitwise_and", "__and__"})
 _OR = frozenset({"or_", "logical_or", "bitwise_or", "__or__"})
@@ -267,13 +264,8 @@ def _scattered(node: fx.Node, dims: tuple[int, ...]) -> _Seen | None:
 
 def _constant(node: fx.Node) -> float | None:
     """What a tensor that is made of one number holds."""
-    name = op(node)
-    if name not in _CONSTANTS:
-        return None
-    if "full" in name:
-        filled = argument(node, 1 if name != "new_full" else 2, "fill_value")
-        return float(filled) if isinstance(filled, bool) else number(filled)
-    return 1.0 if "ones" in name else 0.0
+    filled = fill(node)
+    return float(filled) if isinstance(filled, bool) else number(filled)
 
 
 def _top(index: fx.Node) -> tuple[fx.Node, fx.Node | None, list[fx.Node]]:

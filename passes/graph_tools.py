@@ -108,6 +108,23 @@ def number(node: object) -> float | None:
     return None
 
 
+FILLS = {"ones": 1, "new_ones": 1, "ones_like": 1, "zeros": 0, "new_zeros": 0, "zeros_like": 0}
+"""Calls that make a tensor of one number, which their name tells."""
+_FILLED_WITH = {
+    "tensor": (0, "data"),
+    "full": (1, "fill_value"),
+    "full_like": (1, "fill_value"),
+    "new_full": (2, "fill_value"),
+}
+"""Where the others have it."""
+
+
+def fill(node: fx.Node) -> object:
+    """The argument that every element of a new tensor is, such as ``c`` of ``full(size, c)``; None of other calls."""
+    name = op(node)
+    return argument(node, *_FILLED_WITH[name]) if name in _FILLED_WITH else FILLS.get(name)
+
+
 _MODIFYING_OPERATORS = frozenset(
     f"{prefix}{name}{suffix}"
     for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()

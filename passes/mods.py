@@ -20,7 +20,18 @@ from torch.fx.node import map_aggregate
 
 from hsa_compile import compat
 
-from .graph_tools import CASTS, VIEWS, Mismatch, argument, modifies, op, raw_name, tensor, value
+from .graph_tools import (
+    CASTS,
+    FILLS,
+    VIEWS,
+    Mismatch,
+    fill,
+    modifies,
+    op,
+    raw_name,
+    tensor,
+    value,
+)
 from .splice import Splicer
 
 _COMPARISONS = frozenset(
@@ -39,14 +50,6 @@ _ARITHMETIC = frozenset(
 )
 _DTYPES = CASTS | {"int", "long", "bool"}
 _ELEMENTWISE = _COMPARISONS | _LOGIC | _ARITHMETIC | _DTYPES | {"contiguous", "clone", "detach"}
-_FILLS = {"ones": 1, "new_ones": 1, "ones_like": 1, "zeros": 0, "new_zeros": 0, "zeros_like": 0}
-_FILLED_WITH = {
-    "tensor": (0, "data"),
-    "full": (1, "fill_value"),
-    "full_like": (1, "fill_value"),
-    "new_full": (2, "fill_value"),
-}
-"""Where the value of a constant stands."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class _Evaluation:
         args = map_aggregate(node.args, self._given)
         kwargs = map_aggregate(node.kwargs, self._given)
         leaves = _leaves((args, kwargs))
-        if name in _FILLS or name in _FILLED_WITH:
+        if fill(node) is not None:
             return self._constant(node, name, args)
         if name == "getitem" and self._picks_elements(args[1]):  # type: ignore[index]
             return self._read(node, *args)  # type: ignore[misc]
@@ -226,23 +229,21 @@ class _Evaluation:
     def _constant(self, node: fx.Node, name: str, args: object) -> object:
         """``x.new_ones(())``, ``torch.tensor(c)`` and their like, on the device of the query."""
         shown = tensor(node)
-        fill: object = _FILLS.get(name)
-        if fill is None:
-            fill = argument(node, *_FILLED_WITH[name])
-        if shown is None or shown.ndim or not isinstance(fill, (bool, int, float)):
+        filled = fill(node)
+        if shown is None or shown.ndim or not isinstance(filled, (bool, int, float)):
             raise self._unknown(node)
         dtype = node.kwargs.get("dtype")
         if name.startswith("new_") or name.endswith("_like"):
             like = args[0]  # type: ignore[index]
             dtype = dtype or tensor(like.node).dtype  # type: ignore[union-attr]
-        elif name in _FILLS:
+        elif name in FILLS:
             dtype = dtype or torch.get_default_dtype()
-        fill = bool(fill) if dtype == torch.bool else fill
-        return Scalar(self._full(fill, dtype))  # type: ignore[arg-type]
+        filled = bool(filled) if dtype == torch.bool else filled
+        return Scalar(self._full(filled, dtype))  # type: ignore[arg-type]
 
-    def _full(self, fill: object, dtype: torch.dtype | None = None) -> fx.Node:
+    def _full(self, filled: object, dtype: torch.dtype | None = None) -> fx.Node:
         shape = (1, 1, 1, 1)
-        return self.splicer.call(torch.full, shape, fill, dtype=dtype, device=self.device)
+        return self.splicer.call(torch.full, shape, filled, dtype=dtype, device=self.device)
 
     def _scalar(self, held: object, reader: fx.Node) -> Scalar:
         """A value as a tensor of four dimensions."""
