@@ -1,7 +1,8 @@
 """docs/models.md: what became of the attention of each family, from the results of a test run.
 
 Results come as properties of reports, which is how they reach the process that started the others of pytest-xdist.
-A run of some families replaces their rows only, unless the versions have changed.
+A run of some families replaces their rows only, unless the versions have changed. What the page says of the whole suite
+stays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import pytest
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 COMMAND = "pytest tests/models/test_families.py --run-slow --write-models"
 KINDS = ("static", "dynamic")
+WRITTEN = "## The whole suite"
+"""From here on the page is written by hand, and stays."""
 
 INTRODUCTION = """\
 # Models
@@ -94,7 +97,8 @@ def page(results: Iterable[dict[str, Any]], others: dict[str, str], old: str = "
         "|---|---|",
         *(f"| `{family}` | {reason} |" for family, reason in sorted(others.items())),
     ]
-    return "\n".join(lines) + "\n"
+    _, heading, rest = old.partition(f"\n{WRITTEN}")
+    return "\n".join(lines) + "\n" + heading + rest
 
 
 def row(family: str, results: list[dict[str, Any]]) -> str:

@@ -46,5 +46,7 @@ def test_rows_of_families_that_did_not_run_stay_unless_versions_changed() -> Non
     before = page([other], {"third": "no cache"})
     after = page([result("static", (0, *LEFT))], {}, before)
     assert "2 families" in after and "| `another` | rewritten |" in after and "third" not in after
+    whole = "\n## The whole suite\n\nAll of it.\n"
+    assert page([other], {}, before + whole) == page([other], {}, before) + whole
     newer = before.replace("and transformers", "and an older transformers")
     assert "another" not in page([result("static", (0, *LEFT))], {}, newer)
