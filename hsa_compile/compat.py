@@ -1,6 +1,7 @@
 """Every use of private torch API, and every difference between torch releases, in one place."""
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -323,6 +324,13 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
+def without_partials(model: Any) -> Any:
+    """What a ``functools.partial`` calls; anything else as it is."""
+    while isinstance(model, functools.partial):
+        model = model.func
+    return model
+
+
 def original_callable(model: Any) -> Callable[..., Any]:
     """What was compiled: the module of an ``OptimizedModule``, the function behind a compiled function."""
     if isinstance(model, torch.nn.Module):
@@ -515,6 +523,12 @@ def realize_in_place(node: Any) -> Any | None:
     node.realize()
     realized = realize(node)
     return realized if realized.get_name() == node.get_name() else None
+
+
+def qualified_name(target: Any) -> str:
+    """``"aten::softmax"`` of an operator or of one of its overloads."""
+    packet = getattr(target, "overloadpacket", target)
+    return str(packet._qualified_op_name)
 
 
 def scaled_sum(node: Any, factor: float, added: Any) -> Any:

@@ -24,7 +24,18 @@ from hsa_compile.lowering.limits import MAX_STEP
 from hsa_compile.site import Attention, MaskTerm, Reject, Sink, Where
 
 from .flex import flex_call, modified_scores
-from .graph_tools import VIEWS, Mismatch, argument, fixed, number, op, same, tensor, where
+from .graph_tools import (
+    VIEWS,
+    Mismatch,
+    argument,
+    casts_to_whole_numbers,
+    fixed,
+    number,
+    op,
+    same,
+    tensor,
+    where,
+)
 from .operands import STRAIGHT, Dims, arranged, operand
 from .products import query_key, weights_values
 from .scores import LOOSE, PRODUCTS, TRANSPARENT, separates_or_merges, trace_scores
@@ -165,6 +176,11 @@ def _attention(
         raise Mismatch(
             f"{query.shape[1]} query heads are no multiple of {keys.shape[1]} KV heads", anchor
         )
+    result = tensor(out)
+    if result is None or not same(result.numel(), query[..., 0].numel() * values.shape[3]):
+        raise Mismatch(
+            "there are more rows of attention than queries: a mask or the keys repeat them", anchor
+        )
     return Attention(place, out, anchor, anchor, q, key.node, value.node, scale, masks)
 
 
@@ -207,6 +223,8 @@ def _value_product(softmax: fx.Node, sink: Sink | None) -> tuple[fx.Node, fx.Nod
         inference_dropout = name == "dropout" and (
             not argument(user, 2, "training", True) or argument(user, 1, "p", 0.5) == 0
         )
+        if casts_to_whole_numbers(user):
+            raise Mismatch("attention weights are rounded to whole numbers", user)
         moved = name in VIEWS and separates_or_merges(user, node)
         if not inference_dropout and not moved and name not in TRANSPARENT:
             reason = (

@@ -39,6 +39,7 @@ from .graph_tools import (
     value,
     writes,
 )
+from .operands import MADE
 from .token_wise import TogetherError, region_of
 
 _VIEWS = frozenset(
@@ -73,6 +74,7 @@ def find_cache(
             keys = _trace(item.k, item, order, "keys")
             values = _trace(item.v, item, order, "values")
             _must_agree(keys, values, order)
+            _must_last(item, order)
             sites.append(AttentionSite(item, keys, values))
         except NoCache as reason:
             sites.append(Reject(item.where, str(reason), item.anchor.name))
@@ -83,13 +85,49 @@ def _must_agree(keys: CacheUpdate, values: CacheUpdate, order: dict[fx.Node, int
     if keys.kind != values.kind:
         raise NoCache(f"the keys are in a {keys.kind} cache and the values in a {values.kind} one")
     if not _same_position(keys.position, values.position):
-        raise NoCache("keys and values are written at different positions")
+        raise NoCache(
+            "keys and values are written at positions that are not computed once for both: they may differ"
+        )
     if keys.tokens != values.tokens:
         raise NoCache(f"{keys.tokens} tokens of keys and {values.tokens} of values are written")
     if isinstance(keys.position, fx.Node):
         first, last = sorted((order[keys.write], order[values.write]))
         if any(first < order[write] < last for write in writes(memory(keys.position))):
             raise NoCache("the position changes between the writes of keys and of values")
+
+
+def _must_last(attention: Attention, order: dict[fx.Node, int]) -> None:
+    """What attention reads must not change until ``attention.out``, where the rewritten graph reads it all."""
+    operands: dict[fx.Node, str] = {}
+    for what, node in (
+        ("query", attention.q),
+        ("keys", attention.k),
+        ("values", attention.v),
+        *(("mask", term.node) for term in attention.masks),
+        ("attention sink", attention.sink and attention.sink.node),
+    ):
+        while node is not None and node.meta.get(MADE):
+            node = node.args[0]  # type: ignore[assignment]
+        if node is not None:
+            operands[node] = what
+    first_read: dict[fx.Node, fx.Node] = {}
+    frontier, seen = [attention.out], {attention.out}
+    while frontier:
+        reader = frontier.pop()
+        for source in reader.all_input_nodes:
+            if source in operands:
+                first_read[source] = min(
+                    reader, first_read.get(source, reader), key=order.__getitem__
+                )
+            elif source not in seen and source.op != "placeholder" and tensor(source) is not None:
+                seen.add(source)
+                frontier.append(source)
+    for node, reader in first_read.items():
+        for write in writes(memory(node)):
+            if order[reader] < order[write] < order[attention.out]:
+                raise NoCache(
+                    f"`{raw_name(write)}` changes the {operands[node]} in place while attention is computed from it"
+                )
 
 
 def _same_position(a: fx.Node | int | None, b: fx.Node | int | None) -> bool:
@@ -290,6 +328,13 @@ def _dynamic(cat: fx.Node, node: fx.Node, read: torch.Tensor, what: str) -> Cach
         )
     if writes(old) or writes(cat):
         raise NoCache(f"the {what} are written in place and concatenated")
+    others = (user for user in old.users if op(user) == "cat" and user is not cat)
+    if any(argument(user, 0, "tensors")[0] is old for user in others):  # type: ignore[index]
+        raise NoCache(f"the {what} are concatenated twice to one cache")
+    if any(op(user) in ("view", "view_as", "as_strided") for user in readers(cat)):
+        raise NoCache(
+            f"the concatenated {what} are viewed as a tensor of another shape, which takes them to be contiguous"
+        )
     return CacheUpdate("dynamic", old, cat, new, None, (cat, 2), "cat", tokens)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
+from types import FunctionType
 
 import torch
 from torch import fx
@@ -41,6 +43,10 @@ _ALIASES = {
 }
 
 
+_NAMESPACES = frozenset({"aten", "prims", "hsa"})
+"""Of operators that are what their names say; anybody may define a ``softmax`` in another one."""
+
+
 class Mismatch(Exception):
     """Raised while matching, with the reason and the node that did not fit."""
 
@@ -53,9 +59,12 @@ def raw_name(node: fx.Node) -> str:
     """The name of a call's target as the model spelled it (``add_`` and ``iadd`` stay apart from ``add``)."""
     if node.op == "call_method" or isinstance(node.target, str):
         return str(node.target)
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._opname
-    return getattr(node.target, "__name__", "")
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        namespace, _, name = compat.qualified_name(node.target).rpartition("::")
+        return name if namespace in _NAMESPACES else f"{namespace}::{name}"
+    name = getattr(node.target, "__name__", "")
+    module = node.target.__module__ if isinstance(node.target, FunctionType) else ""
+    return name if module.partition(".")[0] in ("", "torch") else f"{module}.{name}"
 
 
 def op(node: object) -> str:
@@ -91,21 +100,36 @@ def tensor(node: object) -> torch.Tensor | None:
 def number(node: object) -> float | None:
     """A Python number known at compile time (not a SymInt), or None.
 
-    ``torch.full((), c)`` and ``torch.tensor(c)`` made in the graph count: masks use them as fill values.
+    ``torch.full((), c)`` and ``torch.tensor(c)`` made in the graph count, as what their dtype makes of c: masks use
+    them as fill values.
     """
     if isinstance(node, bool):
         return None
     if isinstance(node, (int, float)):
         return float(node)
-    if op(node) == "full" and isinstance(node, fx.Node):
-        return number(argument(node, 1, "fill_value"))
-    if (
-        op(node) in ("tensor", "to")
-        and isinstance(node, fx.Node)
-        and op(node.args[0]) in ("", "full")
-    ):
-        return number(node.args[0])
+    if not isinstance(node, fx.Node):
+        return None
+    if op(node) == "full":
+        return _rounded(number(argument(node, 1, "fill_value")), node)
+    if op(node) in ("tensor", "to") and op(node.args[0]) in ("", "full"):
+        return _rounded(number(node.args[0]), node)
     return None
+
+
+def _rounded(held: float | None, node: fx.Node) -> float | None:
+    """A number as the tensor ``node`` holds it."""
+    made = tensor(node)
+    if held is None or made is None or made.dtype == torch.bool:
+        return None
+    if not made.dtype.is_floating_point and not math.isfinite(held):
+        return None
+    return float(torch.tensor(held, dtype=torch.float64).to(made.dtype))
+
+
+def casts_to_whole_numbers(node: fx.Node) -> bool:
+    """Whether a call is a cast that a fraction does not survive."""
+    held = tensor(node)
+    return op(node) in CASTS and held is not None and not held.dtype.is_floating_point
 
 
 FILLS = {"ones": 1, "new_ones": 1, "ones_like": 1, "zeros": 0, "new_zeros": 0, "zeros_like": 0}

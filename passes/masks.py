@@ -18,7 +18,7 @@ from hsa_compile import compat
 from hsa_compile.site import Attention, MaskTerm
 
 from .emit import Emitter
-from .graph_tools import same, tensor
+from .graph_tools import memory, same, tensor, writes
 
 
 class Masks:
@@ -26,6 +26,7 @@ class Masks:
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
+        self.order = {node: at for at, node in enumerate(emit.graph.nodes)}
         self.made: dict[object, fx.Node] = {}
         self.biases: dict[object, fx.Node | None] = {}
 
@@ -37,7 +38,16 @@ class Masks:
         assert q is not None
         heads, queries = q.shape[1], attention.queries
         terms = attention.masks
-        key = ("mask", terms, compat.expression(read.shape[2]), read.device, queries)
+        # A model may change a mask in place from one attention to the next.
+        written = tuple(
+            sum(
+                self.order.get(write, math.inf) < self.order[attention.out]
+                for write in writes(memory(node))
+            )
+            for node in (term.node for term in terms)
+            if node is not None
+        )
+        key = ("mask", terms, written, compat.expression(read.shape[2]), read.device, queries)
         if key not in self.made:
             self.made[key], self.biases[key] = self._combined(terms, keys, read, queries)
         mask, bias = self.made[key], self.biases[key]
@@ -130,7 +140,8 @@ class Masks:
     def _fill(self, condition: fx.Node, fill: float, device: torch.device) -> fx.Node:
         """0 where ``condition`` is false, ``fill`` where it is true, in fp32."""
         if fill != -math.inf:
-            fill = max(fill, torch.finfo(torch.float32).min)
+            # A fill takes the place of the scores: the lowest number swallows what it is added to.
+            fill = torch.finfo(torch.float32).min
         zero = self.emit.call(torch.zeros, (), dtype=torch.float32, device=device)
         return self.emit.call(torch.where, condition, fill, zero)
 

@@ -22,6 +22,7 @@ from .graph_tools import (
     VIEWS,
     Mismatch,
     argument,
+    casts_to_whole_numbers,
     modifies,
     number,
     op,
@@ -108,6 +109,8 @@ class _Walk:
             return node, factor
         if name in VIEWS and separates_or_merges(node, source):
             return self.back(source, factor, node)
+        if casts_to_whole_numbers(node):
+            raise Mismatch("attention scores are rounded to whole numbers", node)
         if name in TRANSPARENT or (name == "dropout" and not argument(node, 2, "training", True)):
             return self.back(source, factor, node)
         if name in ("mul", "div"):

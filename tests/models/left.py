@@ -266,7 +266,7 @@ def values_written_alone(q, k, v, keys, values, at, keep):
     return dense(q, keys, values, keep)
 
 
-@left("the keys are given to `write_all`, which may write them")
+@left("the keys are given to `hsa_tests::write_all`, which may write them")
 def written_by_an_operator(q, k, v, keys, values, at, keep):
     torch.ops.hsa_tests.write_all(k, keys, v, values, at)
     return dense(q, keys, values, keep)
@@ -334,7 +334,7 @@ def written_twice(q, k, v, keys, values, at, keep):
     return dense(q, keys, values, keep)
 
 
-@left("keys and values are written at different positions")
+@left("keys and values are written at positions that are not computed once for both")
 def written_apart(q, k, v, keys, values, at, keep):
     keys[:, :, at] = k
     values[:, :, at - 1] = v
@@ -450,3 +450,106 @@ def caches_of_two_kinds(q, k, v, keys, values, at, keep):
     keys[:, :, at] = k
     values = values.index_copy(2, at, v)
     return dense(q, keys, values, keep), values
+
+
+# Operands that do not stay what they were
+
+
+@left("`mul_` changes the query in place while attention is computed from it")
+def query_changed(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    q = q * 1.0
+    weights = scores_of(q, keys).masked_fill(~keep, -math.inf).softmax(-1)
+    q.mul_(3)
+    return weights @ repeat(values)
+
+
+@left("`setitem` changes the mask in place while attention is computed from it")
+def mask_changed(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    drop = ~keep
+    scores = scores_of(q, keys).masked_fill(drop, -math.inf)
+    drop[..., :30] = True
+    return scores.softmax(-1) @ repeat(values)
+
+
+@left("`zero_` changes the mask in place while attention is computed from it")
+def bias_changed(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    bias = torch.where(keep, 0.0, -math.inf)
+    scores = scores_of(q, keys) + bias
+    bias.zero_()
+    return scores.softmax(-1) @ repeat(values)
+
+
+@left("`mul_` changes the attention sink in place while attention is computed from it")
+def sink_changed(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    sink = torch.ones(len(q), HEADS, 1, 1)
+    scores = scores_of(q, keys).masked_fill(~keep, -math.inf)
+    joined = torch.cat([scores, sink], -1)
+    sink.mul_(4)
+    return joined.softmax(-1)[..., :-1] @ repeat(values)
+
+
+@left("`index_copy_` changes the keys in place while attention is computed from it")
+def keys_copied_before_the_write(q, k, v, keys, values, at, keep):
+    old = keys.clone()
+    keys.index_copy_(2, at, k)
+    values.index_copy_(2, at, v)
+    return dense(q, old, values, keep)
+
+
+@left("`index_copy_` changes the values in place while attention is computed from it")
+def values_repeated_before_the_write(q, k, v, keys, values, at, keep):
+    old = repeat(values)
+    keys.index_copy_(2, at, k)
+    values.index_copy_(2, at, v)
+    return F.scaled_dot_product_attention(q, repeat(keys), old, keep)
+
+
+# Numbers that are not what they seem
+
+
+@left("attention scores are rounded to whole numbers")
+def scores_rounded(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = scores_of(q, keys).to(torch.int32).float()
+    return scores.masked_fill(~keep, -math.inf).softmax(-1) @ repeat(values)
+
+
+@left("the scale is a tensor or zero")
+def scale_rounded_to_zero(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    scores = scores_of(q, keys) * torch.full((), 0.75).to(torch.int32)
+    return scores.masked_fill(~keep, -math.inf).softmax(-1) @ repeat(values)
+
+
+@left("there are more rows of attention than queries")
+def mask_of_more_rows(q, k, v, keys, values, at, keep):
+    write(keys, values, k, v, at)
+    rows = keep & (torch.arange(CAPACITY) >= torch.tensor([[0], [5], [9]]))
+    return scores_of(q, keys).masked_fill(~rows, -math.inf).softmax(-1) @ repeat(values)
+
+
+@left("keys and values are written at positions that are not computed once for both")
+def position_computed_twice(q, k, v, keys, values, at, keep):
+    keys[:, :, at % CAPACITY] = k
+    values[:, :, at % CAPACITY] = v
+    return dense(q, keys, values, keep)
+
+
+# Caches that grow
+
+
+@left("the keys are concatenated twice to one cache")
+def two_continuations(q, k, v, keys, values, at, keep):
+    grown = [torch.cat((old, new), 2) for old, new in ((keys, k), (values, v))]
+    other = torch.cat((keys, 2 * k), 2)
+    return dense(q, *grown, None), *grown, other
+
+
+@left("the concatenated keys are viewed as a tensor of another shape")
+def grown_keys_viewed(q, k, v, keys, values, at, keep):
+    grown = [torch.cat((old, new), 2) for old, new in ((keys, k), (values, v))]
+    return dense(q, *grown, None), *grown, grown[0].view(len(q), KV_HEADS, -1).norm(dim=2)
