@@ -26,6 +26,7 @@ from hsa_compile.lowering.limits import MAX_STEP
 from hsa_compile.site import Attention, AttentionSite, CacheUpdate, ChosenSite, Reject
 
 from .graph_tools import (
+    VIEWS,
     argument,
     fixed,
     may_write,
@@ -106,8 +107,8 @@ def _must_last(attention: Attention, order: dict[fx.Node, int]) -> None:
         *(("mask", term.node) for term in attention.masks),
         ("attention sink", attention.sink and attention.sink.node),
     ):
-        while node is not None and node.meta.get(MADE):
-            node = node.args[0]  # type: ignore[assignment]
+        while node is not None and node.meta.get(MADE) and op(node) in VIEWS:
+            node = node.args[0]  # type: ignore[assignment]  # of what the model itself reads
         if node is not None:
             operands[node] = what
     first_read: dict[fx.Node, fx.Node] = {}

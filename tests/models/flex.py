@@ -299,7 +299,7 @@ def exponential(score, b, h, q_idx, kv_idx):
     return torch.exp(score)
 
 
-@left("`tanh` in the score_mod of flex_attention is not recognised")
+@left("`hsa_tests::tanh` in the score_mod of flex_attention is not recognised")
 def another_tanh(score, b, h, q_idx, kv_idx):
     """Of the same name, which proves nothing."""
     return 2.0 * torch.ops.hsa_tests.tanh(score / 2.0)
