@@ -229,7 +229,7 @@ def explain(
     from hsa_compile import registry
 
     if not args and not kwargs:
-        found = registry.explanations(compat.without_partials(model))
+        found = registry.explanations(model)
         return merge(found) if found else Explanation((), _NOTHING_COMPILED)
     function, known = _uncompiled(model)
     return _trace(function, args, kwargs, options if options is not None else known)

@@ -68,6 +68,7 @@ def forget(compiled: Any) -> None:
 
 def _of(model: Any) -> list[_Entry]:
     """Entries of a model; of one that was compiled, those of its backend and options."""
+    model = compat.without_partials(model)
     entries, compiler = _of_all(model), compat.compiler_of(model)
     if compiler is None:
         return entries

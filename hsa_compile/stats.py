@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hsa_compile import compat, registry
+from hsa_compile import registry
 from hsa_compile.runtime.monitor import Observed
 from hsa_compile.runtime.program import Program
 
@@ -108,7 +108,7 @@ def stats(model: Any) -> Stats:
         HsaError: ``model`` is none of these.
     """
     totals: dict[tuple[int, str, int], list[float]] = {}
-    programs = registry.programs(compat.without_partials(model))
+    programs = registry.programs(model)
     for program in programs:
         times: Counter[tuple[int, str]] = Counter()
         for block in program.blocks:
