@@ -1,14 +1,17 @@
-"""What it costs to select the pages of one layer on a GPU: every algorithm, with and without a share to stop at.
+"""What it costs to select the pages of one layer on a GPU: every algorithm, with and without a share to stop at, and
+the choice of single tokens, of pages that were selected or of all.
 
     python -m benchmarks.gpu_selectors
 
-Times are of ``hsa::select`` alone, a layer of a CUDA graph that runs through several layers (``gpu_attention_layer``),
+Times are of the selection alone, a layer of a CUDA graph that runs through several layers (``gpu_attention_layer``),
 beside dense attention to the whole cache in the same run. Bytes say what is possible: summaries are read once, which
-at batch 8, 64K tokens and pages of 32 are 67 MB for two parts in bf16, 14 us at 4.8 TB/s, and half of it for one.
+at batch 8, 64K tokens and pages of 32 are 67 MB for two parts in bf16, 14 us at 4.8 TB/s, and half of it for one. Of
+four times the budget 134 MB of keys are read, 28 us, behind a selection of as many pages; signs are another 67 MB, and
+scores of all tokens as much again.
 """
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +19,7 @@ from rich.table import Table
 
 from benchmarks import common
 from benchmarks.gpu_attention_layer import (
+    ALGORITHM,
     DENSE,
     RECENT,
     SINK,
@@ -29,9 +33,11 @@ from benchmarks.gpu_attention_layer import (
     measure_graph,
 )
 from hsa_compile import algorithms
+from hsa_compile.ops.signs import signs_width
 
 SHARES = (1.0, 0.9)
 FLOOR = 8
+FIRST_STAGE = 4
 DECAY = 0.99
 
 
@@ -47,6 +53,30 @@ def select_step(case: Case, algorithm: str, top_p: float) -> Step:
         if accumulates:
             return torch.ops.hsa.select_accumulated(*scored, layer.covered, DECAY, *rule)[0]
         return torch.ops.hsa.select(*scored, *rule, top_p, FLOOR)[0]
+
+    return step
+
+
+def two_stage_step(case: Case) -> Step:
+    scale, first = case.dim**-0.5, FIRST_STAGE * case.slots
+    pages = (scale, ALGORITHM, case.page_size, first, first, 0, SINK, RECENT, "softmax_mean")
+    tokens = (case.budget, case.budget, 0, SINK, RECENT, "softmax_mean")
+
+    def step(layer: Layer, bits: torch.Tensor) -> torch.Tensor:
+        ids, seen = torch.ops.hsa.select(layer.q, layer.summary, bits, *pages)
+        held = (layer.q, layer.keys, ids, seen, bits, None, scale, case.page_size)
+        return torch.ops.hsa.refine(*held, *tokens)[0]
+
+    return step
+
+
+def token_step(case: Case) -> Step:
+    tokens = (case.budget, case.budget, 0, SINK, RECENT, "softmax_mean")
+
+    def step(layer: Layer, bits: torch.Tensor) -> torch.Tensor:
+        # Kept in the place of what was covered, of which a selection reads nothing.
+        held = (layer.q, layer.summary, layer.covered, bits, None, case.dim**-0.5, case.page_size)
+        return torch.ops.hsa.select_tokens(*held, *tokens)[0]
 
     return step
 
@@ -88,6 +118,24 @@ def measure(case: Case, replays: int) -> dict[str, Measured]:
 
             name = algorithm if top_p == 1 else f"{algorithm}, top_p {top_p:g}"
             found[name] = measure_graph(run, count, replays)
+    words = signs_width(case.page_size, case.dim)
+    signed = [
+        replace(
+            held,
+            summary=torch.randn_like(held.summary),
+            covered=torch.randint(-(2**62), 2**62, (*held.summary.shape[:3], words), device="cuda"),
+        )
+        for held in layers
+    ]
+    for name, make in (("two_stage", two_stage_step), ("token", token_step)):
+        step = compiled(make(case), max_autotune=False)
+        step(signed[0], bits)
+
+        def run_tokens(step: Step = step) -> None:
+            for held in signed:
+                step(held, bits)
+
+        found[f"{ALGORITHM}, {name}"] = measure_graph(run_tokens, count, replays)
     return found
 
 

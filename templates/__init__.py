@@ -16,9 +16,10 @@ NAMES = (
     "sparse_attention",
     "merge_splits",
     "index_scores",
+    "token_scores",
 )
 # A function that several kernels call, and which.
-_SHARED = {"key_mark": ("summarize", "append")}
+_SHARED = {"key_mark": ("summarize", "append"), "tangent": ("sparse_attention", "token_scores")}
 
 
 def source(name: str, kernel: PageKernel | None = None) -> str:

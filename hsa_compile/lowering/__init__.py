@@ -16,11 +16,23 @@ def register() -> None:
     import torch
 
     from .. import compat
-    from . import append, diff, fetch_attention, index_scores, select, sparse_attention, summarize
+    from . import (
+        append,
+        diff,
+        fetch_attention,
+        index_scores,
+        refine,
+        select,
+        select_tokens,
+        sparse_attention,
+        summarize,
+    )
 
     compat.register_lowering(torch.ops.hsa.summarize.default, summarize.lower)
     compat.register_lowering(torch.ops.hsa.select.default, select.lower)
     compat.register_lowering(torch.ops.hsa.select_accumulated.default, select.lower_accumulated)
+    compat.register_lowering(torch.ops.hsa.refine.default, refine.lower)
+    compat.register_lowering(torch.ops.hsa.select_tokens.default, select_tokens.lower)
     compat.register_lowering(torch.ops.hsa.append.default, append.lower)
     compat.register_lowering(torch.ops.hsa.diff.default, diff.lower)
     compat.register_lowering(torch.ops.hsa.fetch_attention.default, fetch_attention.lower)

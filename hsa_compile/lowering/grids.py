@@ -46,6 +46,17 @@ def index_scores(
     return (batch * queries, cdiv(tokens, meta["BLOCK_TOKENS"]), 1)
 
 
+def token_scores(
+    batch: Any,
+    kv_heads: Any,
+    tokens: Any,
+    meta: Mapping[str, Any],
+    *,
+    cdiv: Callable[..., Any] = ceil_div,
+) -> Grid:
+    return (batch * kv_heads, cdiv(tokens, meta["BLOCK_TOKENS"]), 1)
+
+
 def top_pages(batch: Any, kv_heads: Any, meta: Mapping[str, Any]) -> Grid:
     return (batch * kv_heads, 1, 1)
 

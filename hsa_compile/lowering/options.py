@@ -20,6 +20,8 @@ Constants = dict[str, int | float | bool | str]
 SINGLE_BLOCK_SCORES = 32768
 SINGLE_BLOCK_PAGES = 8192
 LOOP_BLOCK_PAGES = 4096
+# Of single tokens there are many: fewer blocks have fewer reductions between them.
+LOOP_BLOCK_TOKENS = 8192
 # Below this many pages to score, smaller programs spread the work better.
 FEW_PAGES = 32768
 # Rows whose loads are numbered at once, and bytes of keys (and of values) that are copied at once.
@@ -175,8 +177,13 @@ def top_pages(
     head_pages: Sequence[int] = (),
     dense_below: float = 0.0,
     decay: float = 0.0,
+    tokens: bool = False,
+    named: int = 0,
 ) -> Constants:
-    """``pages`` is None where their number is not known; ``decay`` is 0 where nothing is accumulated."""
+    """``pages`` is None where their number is not known; ``decay`` is 0 where nothing is accumulated.
+
+    ``tokens`` are pages of one, of pages of ``named`` tokens or (0) of the whole cache.
+    """
     group_pad = next_power_of_2(group)
     most = min(SINGLE_BLOCK_PAGES, SINGLE_BLOCK_SCORES // group_pad)
     block = max(16, next_power_of_2(pages or 1))
@@ -197,13 +204,59 @@ def top_pages(
         "RECENT": recent,
         "MORE": more,
         "NEWEST_FIRST": newest_first,
+        "TOKENS": tokens,
+        "NAMED": named,
         "TOP_P": top_p,
         "FLOOR": floor,
         "DENSE_BELOW": dense_below,
         "DECAY": decay,
         "SINGLE": single,
-        "BLOCK": block if single else min(most, LOOP_BLOCK_PAGES),
+        "BLOCK": block if single else min(most, LOOP_BLOCK_TOKENS if tokens else LOOP_BLOCK_PAGES),
     }
+
+
+def token_scores(
+    scale: float,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    page_size: int,
+    bits: Rows,
+    bias: Rows | None,
+    softcap: float = 0.0,
+    signs: bool = False,
+) -> Constants:
+    return {
+        "SCALE": scale,
+        "SOFTCAP": softcap,
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "GROUP_PAD": max(16, next_power_of_2(group)),
+        "DIM": dim,
+        # Signs are spread from halves of their words.
+        "DIM_PAD": max(WORD // 2, dim_pad(dim)) if signs else dim_pad(dim),
+        "PAGE_SIZE": page_size,
+        "SIGNS": signs,
+        "SIGN_WORDS": -(-dim // WORD),
+        "HEAD_BITS": bits.heads,
+        "BATCH_BITS": bits.batch,
+        "HAS_BIAS": bias is not None,
+        "HEAD_BIAS": bias is not None and bias.heads,
+        "BATCH_BIAS": bias is not None and bias.batch,
+    }
+
+
+def token_scores_configs(element_size: int, dim: int, page_size: int, signs: bool) -> list[Config]:
+    """Keys of memory are read as many as keep it busy; of signs a tile is made at a time, a page or more."""
+
+    def config(tokens: int, step: int) -> Config:
+        warps = max(1, min(8, step * element_size * dim_pad(dim) // 4096))
+        return Config({"BLOCK_TOKENS": tokens, "STEP_TOKENS": step}, warps)
+
+    if signs:
+        step = max(16, page_size)
+        return [config(8 * step, step), config(4 * step, step), config(16 * step, step)]
+    return [config(64, 64), config(32, 32), config(128, 128)]
 
 
 def top_pages_configs(block: int, group_pad: int) -> list[Config]:

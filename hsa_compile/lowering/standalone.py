@@ -343,6 +343,130 @@ def select(
     return ids, counts
 
 
+def token_scores(
+    q: Tensor,
+    index: tuple[Tensor, Tensor],
+    bits: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    page_size: int,
+    softcap: float = 0.0,
+    signs: bool = False,
+    config: Config | None = None,
+    make: Make = torch.empty,
+) -> Tensor:
+    """Scores ``[B, Hq, N]`` of single tokens; ``index`` are keys and pages, or with ``signs`` summary and signs."""
+    batch, query_heads, _, dim = q.shape
+    kv_heads = index[0].shape[1]
+    tokens = page_size * index[0 if signs else 1].shape[2]
+    config = config or options.token_scores_configs(q.element_size(), dim, page_size, signs)[0]
+    names = ("summary", "signs") if signs else ("keys", "pages")
+    inputs = {"q": q, **dict(zip(names, index, strict=True)), "bits": bits}
+    if bias is not None:
+        inputs["bias"] = bias
+    return launch(
+        "token_scores",
+        options.token_scores(
+            scale, kv_heads, query_heads // kv_heads, dim, page_size, rows_of(bits),
+            None if bias is None else rows_of(bias), softcap, signs,
+        ),
+        config,
+        inputs,
+        make((batch, query_heads, tokens), dtype=torch.float32, device=q.device),
+        grids.token_scores(batch, kv_heads, tokens, config.blocks),
+    )  # fmt: skip
+
+
+def top_tokens(
+    scores: Tensor,
+    kv_heads: int,
+    named: tuple[Tensor, Tensor] | None,
+    page_size: int,
+    slots: int,
+    budget: int,
+    fraction: int,
+    sink: int,
+    recent: int,
+    group_reduce: str,
+    known_tokens: bool = True,
+    config: Config | None = None,
+    make: Make = torch.empty,
+) -> tuple[Tensor, Tensor]:
+    """Tokens and counts of :func:`token_scores`; ``named`` are the pages whose tokens these are, and what was seen."""
+    batch, query_heads, tokens = scores.shape
+    constants = options.top_pages(
+        1.0, group_reduce, kv_heads, query_heads // kv_heads, 1, Rows(False, False), budget,
+        fraction, sink, recent, tokens if known_tokens else None, tokens=True,
+        named=0 if named is None else page_size,
+    )  # fmt: skip
+    config = (
+        config or options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"]))[0]
+    )
+    ids = make((batch, kv_heads, slots), dtype=torch.int32, device=scores.device)
+    inputs = {"scores": scores}
+    if named is not None:
+        inputs["pages"], inputs["seen"] = named
+    inputs["ids"] = ids
+    if not {**constants, **config.blocks}["SINGLE"]:
+        inputs["order"] = make((batch, kv_heads, tokens), dtype=torch.int32, device=scores.device)
+    counts = launch(
+        "top_pages",
+        constants,
+        config,
+        inputs,
+        make((batch, kv_heads, 2), dtype=torch.int64, device=scores.device),
+        grids.top_pages(batch, kv_heads, constants),
+    )
+    return ids, counts
+
+
+def refine(
+    q: Tensor,
+    keys: Tensor,
+    ids: Tensor,
+    seen: Tensor,
+    bits: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    page_size: int,
+    slots: int,
+    budget: int,
+    fraction: int,
+    sink: int,
+    recent: int,
+    group_reduce: str,
+    softcap: float = 0.0,
+    known_tokens: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """``hsa::refine``; without ``known_tokens`` as where the number of pages is symbolic."""
+    scores = token_scores(q, (keys, ids), bits, bias, scale, page_size, softcap)
+    rule = (page_size, slots, budget, fraction, sink, recent, group_reduce, known_tokens)
+    return top_tokens(scores, keys.shape[1], (ids, seen), *rule)
+
+
+def select_tokens(
+    q: Tensor,
+    summary: Tensor,
+    signs: Tensor,
+    bits: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    page_size: int,
+    slots: int,
+    budget: int,
+    fraction: int,
+    sink: int,
+    recent: int,
+    group_reduce: str,
+    softcap: float = 0.0,
+    known_tokens: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """``hsa::select_tokens``; without ``known_tokens`` as where the number of pages is symbolic."""
+    scores = token_scores(q, (summary, signs), bits, bias, scale, page_size, softcap, signs=True)
+    rule = (page_size, slots, budget, fraction, sink, recent, group_reduce, known_tokens)
+    return top_tokens(scores, summary.shape[1], None, *rule)
+
+
 def append(
     keys: Tensor,
     values: Tensor,

@@ -73,9 +73,9 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {
     torch.ops.hsa.page_bias.default: page_bias.page_bias,
     torch.ops.hsa.strided_pages.default: strided_pages.strided_pages,
     torch.ops.hsa.estimate_rest.default: estimate_rest.estimate_rest,
-    torch.ops.hsa.refine.default: aten_tokens.refine,
-    torch.ops.hsa.select_tokens.default: aten_tokens.select_tokens,
+    torch.ops.hsa.refine.default: _on_cpu(aten_tokens.refine),
+    torch.ops.hsa.select_tokens.default: _on_cpu(aten_tokens.select_tokens),
     torch.ops.hsa.select.default: _on_cpu(aten.select),
     torch.ops.hsa.sparse_attention.default: _on_cpu(aten.sparse_attention),
 }
-"""Ops that Inductor is to see as ATen: masks, sums over pages and single tokens everywhere, the others on a CPU."""
+"""Ops that Inductor is to see as ATen: masks and sums over pages everywhere, the others on a CPU."""

@@ -58,6 +58,7 @@ class Case:
     decay: float = 0.0
     written: int = 1
     signs: bool = False
+    chosen: str = ""
 
     def kernel(self, name: str) -> Kernel:
         heads, pages = self.kv_heads * self.group, self.tokens // self.page
@@ -118,6 +119,45 @@ class Case:
                 ),
                 {"q": q, "summary": summary, "bits": bits},
                 scores,
+            )
+        if name == "token_scores":
+            bias = meta(1, 1, 1, self.tokens, dtype=self.dtype)
+            index = {"keys": keys, "pages": ids}
+            if self.signs:
+                words = signs_width(self.page, self.dim)
+                held = meta(self.batch, self.kv_heads, pages, words, dtype=torch.int64)
+                index = {"summary": summary, "signs": held}
+            return Kernel(
+                options.token_scores(
+                    0.1, self.kv_heads, self.group, self.dim, self.page, rows,
+                    Rows(False, False) if self.bias else None, self.softcap, self.signs,
+                ),
+                options.token_scores_configs(
+                    self.dtype.itemsize, self.dim, self.page, self.signs
+                ),
+                {"q": q, **index, "bits": bits, **({"bias": bias} if self.bias else {})},
+                meta(self.batch, heads, self.tokens if self.signs else 2048, dtype=floating),
+            )  # fmt: skip
+        if name == "top_pages" and self.chosen:
+            candidates = 8192 if self.chosen == "named" else self.tokens
+            known = candidates if self.known_pages else None
+            constants = options.top_pages(
+                1.0, "softmax_mean", self.kv_heads, self.group, 1, Rows(False, False), 2048, 0, 1, 32,
+                known, tokens=True, named=self.page if self.chosen == "named" else 0,
+            )  # fmt: skip
+            row = (self.batch, self.kv_heads)
+            inputs = {"scores": meta(self.batch, heads, candidates, dtype=floating)}
+            if self.chosen == "named":
+                inputs["pages"] = meta(*row, candidates // self.page, dtype=torch.int32)
+                inputs["seen"] = meta(*row, 2, dtype=torch.int64)
+            inputs["ids"] = meta(*row, 2048, dtype=torch.int32)
+            if not constants["SINGLE"]:
+                inputs["order"] = meta(*row, candidates, dtype=torch.int32)
+            return Kernel(
+                constants,
+                options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"])),
+                inputs,
+                meta(*row, 2, dtype=torch.int64),
             )
         if name == "top_pages":
             constants = options.top_pages(
@@ -326,6 +366,17 @@ def test_other_selections_compile(child: Check, more: dict[str, Any], known: boo
     child(check_compiles, case, "summarize", early=True)
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("chosen", ["named", "all"])
+def test_choices_of_tokens_compile(child: Check, chosen: str, known: bool) -> None:
+    case = Case(chosen=chosen, signs=chosen == "all", known_pages=known)
+    child(check_compiles, case, "top_pages", early=True)
+    child(check_compiles, case, "token_scores", True, early=True)
+    case = replace(case, per_head=True, bias=True, softcap=50.0, group=5, page=8, dim=72)
+    child(check_compiles, case, "token_scores", literal=False)
+    child(check_compiles, replace(case, dtype=torch.float32), "token_scores")
+
+
 def test_capped_attention_compiles(child: Check) -> None:
     child(check_compiles, Case(softcap=50.0), "sparse_attention", early=True)
     case = Case(softcap=50.0, bias=True, group=1, dtype=torch.float32)
@@ -353,7 +404,9 @@ def test_compiles_with_sizes_as_arguments(child: Check, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["summarize", "page_scores", "fetch", "sparse_attention"])
+@pytest.mark.parametrize(
+    "name", ["summarize", "page_scores", "token_scores", "fetch", "sparse_attention"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [64, 72, 80, 96, 128, 256])
 def test_compiles_for_all_sizes(child: Check, name: str, dtype: torch.dtype, dim: int) -> None:
