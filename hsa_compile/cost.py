@@ -58,7 +58,7 @@ def cost_of(plan: LayerPlan) -> Cost:
     for what in plan.means:
         width += int((k if what == "keys" else v).shape[3]) * k.element_size() + _WORD
     page = policy.page_size
-    if policy.granularity == "token":
+    if policy.indexes_tokens:
         width += 8 * signs_width(page, int(k.shape[3]))
     forced = forced_pages(policy.sink, plan.recent, page)
     each = policy.head_pages or (policy.of_pages.pages(0),)

@@ -38,8 +38,10 @@ from hsa_compile.policy_file import SUFFIXES, read_policy_file, write_policy_fil
 
 __all__ = ["FIELDS", "PRESETS", "LayerName", "LayerPolicy", "Policy", "algorithm_names", "describe"]
 
-AUTO_SIZES = ((32768, 16), (98304, 32))
+AUTO_SIZES = ((16384, 8), (32768, 16), (98304, 32))
 """Tokens up to which a cache has pages of so many under "auto"; longer ones have the largest."""
+LEAST_ON_HOST = 16
+"""Smaller pages than that are not chosen for a cache of the host: each is a transfer of its own."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,12 @@ class LayerPolicy:
     Attributes:
         algorithm: a page score out of ``hsa_compile.algorithms.names()``, or "dense", which reads
             everything, or "three_level", which has no score: what the budget buys beyond ``sink`` and ``recent`` are
-            evenly spaced pages (not tokens: a page is what is read as one), and all the others join the softmax as
+            evenly spaced pages (single tokens with ``granularity="token"``), and all the others join the softmax as
             ``prototypes``.
         budget: what one query reads. An int is tokens (>= 1), a float a fraction of the attendable
             length in (0, 1]; so 1 is one token and 1.0 is everything. A list of ints is tokens (>= 1) of each KV head.
-        page_size: tokens a page: 16, 32 or 64; or "auto": 16 in a cache of up to 32,768 tokens, 32 up to 98,304 and 64
-            beyond; 32 where the length is not known when it is compiled.
+        page_size: tokens a page: 8, 16, 32 or 64; or "auto": 8 in a cache of up to 16,384 tokens, 16 up to 32,768, 32
+            up to 98,304 and 64 beyond; 32 where the length is not known when it is compiled, on the host 16 at least.
         sink: first tokens whose pages are always read (>= 0).
         recent: last tokens whose pages are always read (>= 0); the newest token's page always is.
         group_reduce: how the scores of the query heads that share a KV head become one:
@@ -82,7 +84,7 @@ class LayerPolicy:
         monitor_bound: share of the dense softmax, in [0, 1]; a warning is given when what is captured falls below it.
         granularity: what the budget buys: "page": pages; "two_stage": of ``first_stage`` times as many tokens in pages,
             the single tokens whose own keys score best; "token": of all tokens those that score best by an index of
-            one bit a channel (with algorithm "cuboid").
+            one bit a channel (with algorithm "cuboid"), or evenly spaced ones (with "three_level").
         first_stage: tokens that "two_stage" selects as pages, as a multiple of the budget (>= 1).
 
     Raises:
@@ -140,12 +142,18 @@ class LayerPolicy:
         if length is None:
             return dataclasses.replace(self, page_size=32)
         fitting = (size for most, size in AUTO_SIZES if length <= most)
-        return dataclasses.replace(self, page_size=next(fitting, PAGE_SIZES[-1]))
+        least = LEAST_ON_HOST if self.placement == "host" else 1
+        return dataclasses.replace(self, page_size=max(least, next(fitting, PAGE_SIZES[-1])))
 
     @property
     def estimates(self) -> bool:
         """Whether pages that are left out take part as an estimate."""
         return self.unselected != "drop" or self.algorithm == THREE_LEVEL
+
+    @property
+    def indexes_tokens(self) -> bool:
+        """Whether an index of every token is kept, by which single ones are chosen."""
+        return self.granularity == "token" and self.algorithm not in (DENSE, THREE_LEVEL)
 
     @property
     def score(self) -> str:

@@ -9,7 +9,7 @@ from hsa_compile.errors import check_choice, did_you_mean, listed, refuse
 if TYPE_CHECKING:
     from hsa_compile.policy import LayerPolicy
 
-PAGE_SIZES = (16, 32, 64)
+PAGE_SIZES = (8, 16, 32, 64)
 AUTO = "auto"
 DENSE = "dense"
 THREE_LEVEL = "three_level"
@@ -177,10 +177,10 @@ _TOGETHER = (
     _Only("unselected", ("drop",), "granularity", _single_tokens, ": pages are left out in part"),
     _Only(
         "algorithm",
-        ("cuboid",),
+        ("cuboid", THREE_LEVEL),
         "granularity",
         lambda one: one.granularity == "token" and one.algorithm != DENSE,
-        ": the bits of a token are about it",
+        ": the bits of a token are about the one, and the other chooses by position",
     ),
 )
 
@@ -281,6 +281,7 @@ def _check_order(policy: "LayerPolicy") -> None:
     if policy.monitor_bound and not policy.monitor:
         valid = "0 without a monitor: give 'monitor' in steps, such as 64"
         refuse("monitor_bound", policy.monitor_bound, valid)
-    if _single_tokens(policy) and not has_scores(policy.algorithm):
-        why = f"with granularity {policy.granularity!r}"
-        refuse("algorithm", policy.algorithm, f"one with page scores, such as 'cuboid', {why}")
+    two_stage = policy.granularity == "two_stage" and policy.algorithm != DENSE
+    if two_stage and not has_scores(policy.algorithm):
+        valid = "one with page scores, such as 'cuboid', with granularity 'two_stage'"
+        refuse("algorithm", policy.algorithm, valid)

@@ -45,7 +45,7 @@ from .masks import Masks
 from .pools import Pool, append, attend, fetch_early, join, pool_inputs
 from .positions import PositionOfWrite, Positions
 from .results import as_before, sunk
-from .tokens import refine, select_tokens
+from .tokens import refine, select_tokens, token_budget
 
 _HSA = torch.ops.hsa
 
@@ -263,7 +263,7 @@ class _Rewriter:
             query = self._as_heads(attention)
             described: tuple[object, ...] = (
                 *(keys, bits, position, policy.score, policy.page_size),
-                policy.granularity == "token",
+                policy.indexes_tokens,
                 *((values, plan.pool_slots) if plan.pool_slots else ()),
                 # What its queries attended is its own.
                 *((attention.out,) if accumulates else ()),
@@ -274,7 +274,7 @@ class _Rewriter:
                 self.states[described] = self._state(at, keys, values, bits, position)
             state = self.states[described]
             if policy.algorithm == THREE_LEVEL:
-                selected = self._strided(plan, keys, bits)
+                selected = self._strided(plan, keys, read)
             elif state.signs is not None:
                 index = (state.summary, state.signs)
                 selected = select_tokens(self.emit, plan, query, keys, index, bits, bias)
@@ -345,18 +345,27 @@ class _Rewriter:
                 erase_unused(self.graph, other)
         erase_unused(self.graph, attention.out)
 
-    def _strided(self, plan: LayerPlan, keys: fx.Node, bits: fx.Node) -> fx.Node:
-        """Pages by position; made once for all layers that agree in the mask and the budget."""
-        policy, read = plan.policy, keys.meta["example_value"]
-        rule = (plan.fraction, policy.sink, plan.recent)
-        sizes = tuple(compat.expression(size) for size in read.shape[:3])
-        key = ("strided", bits, sizes, policy.page_size, plan.slots, plan.budget_pages, rule)
+    def _strided(self, plan: LayerPlan, keys: fx.Node, read: torch.Tensor) -> fx.Node:
+        """Pages, or tokens as pages of one, by position; made once for layers that agree in the mask and the budget."""
+        policy, held = plan.policy, keys.meta["example_value"]
+        page_size = policy.page_size if plan.tokens is None else 1
+        _, bits = self.masks.packed(plan.site.attention, keys, read, page_size)
+        sizes = tuple(compat.expression(size) for size in held.shape[:3])
+        budget = (plan.slots, plan.budget_pages, plan.fraction)
+        if plan.tokens is not None:
+            budget = (plan.tokens.slots, plan.tokens.budget, plan.tokens.fraction)
+        key = ("strided", bits, sizes, page_size, *budget, policy.sink, plan.recent)
         if key not in self.made:
-            batch, kv_heads = read.shape[:2]
+            batch, kv_heads = held.shape[:2]
             if not isinstance(batch, int):
                 batch = self.emit.method("size", keys, 0)
-            arguments = (bits, batch, int(kv_heads), policy.page_size, *self._budget(plan, keys))
-            self.made[key] = self.emit.call(_HSA.strided_pages.default, *arguments, *rule)
+            bought = (*self._budget(plan, keys), plan.fraction)
+            if plan.tokens is not None:
+                bought = token_budget(self.emit, plan, keys)
+            self.made[key] = self.emit.call(
+                _HSA.strided_pages.default,
+                *(bits, batch, int(kv_heads), page_size, *bought, policy.sink, plan.recent),
+            )
         return self.made[key]
 
     def _with_rest(
@@ -367,9 +376,16 @@ class _Rewriter:
         read: tuple[fx.Node, fx.Node, fx.Node | None],
         selection: fx.Node,
     ) -> fx.Node:
-        """Attention to the selection and an estimate of the rest; ``read`` are ids, packed mask and bias."""
-        ids, bits, bias = read
+        """Attention to the selection and an estimate of the rest; ``read`` are ids, packed mask and bias.
+
+        Where single tokens were read, pages take part with those that were not.
+        """
         call, attention = self.emit.call, plan.site.attention
+        ids: fx.Node | None
+        ids, bits, bias = read
+        if plan.tokens is not None:
+            heads = query.meta["example_value"].shape[1]
+            bits, ids = call(_HSA.unread.default, bits, ids, heads, plan.policy.page_size), None
         if plan.ahead:
             ids = call(operator.getitem, ids, (..., slice(None, -plan.ahead)))
         out, lse = (call(operator.getitem, selection, i) for i in range(2))
@@ -416,8 +432,8 @@ class _Rewriter:
 
         summary = of_keys("summary", algorithms.summary_width(policy.score, size), None)
         covered = of_keys("covered", algorithms.covered_width(policy.score))
-        by_token = policy.granularity == "token"
-        signs = of_keys("signs", signs_width(policy.page_size, size)) if by_token else None
+        words = signs_width(policy.page_size, size)
+        signs = of_keys("signs", words) if policy.indexes_tokens else None
         pool = pool_inputs(self.emit, plan, number) if plan.pool_slots else None
         means: dict[str, tuple[fx.Node, fx.Node]] = {}
         for what in plan.means:

@@ -58,12 +58,12 @@ def _rule(emit: Emitter, plan: LayerPlan, keys: fx.Node) -> tuple[object, ...]:
     """What both are told behind their tensors."""
     attention, policy = plan.site.attention, plan.policy
     capped = (attention.softcap,) if attention.softcap else ()
-    budget = _budget(emit, plan, keys)
+    budget = token_budget(emit, plan, keys)
     reads = (policy.sink, plan.recent, policy.group_reduce, *capped)
     return (attention.scale, policy.page_size, *budget, *reads)
 
 
-def _budget(emit: Emitter, plan: LayerPlan, keys: fx.Node) -> tuple[object, int, int]:
+def token_budget(emit: Emitter, plan: LayerPlan, keys: fx.Node) -> tuple[object, int, int]:
     """Slots, budget and fraction; slots that follow the length are computed in the graph."""
     tokens = plan.tokens
     assert tokens is not None

@@ -335,7 +335,7 @@ def test_mass_is_measured_where_a_step_selects_whole_pages(layer, measured):
         (["--contexts", "4k"], "--contexts '4k' is not valid; valid: an int >= 1"),
         (["--budgets", "much"], "--budgets 'much' is not valid"),
         (["--budgets", "0"], "budget 0 is not valid"),
-        (["--page-sizes", "48"], "page_size 48 is not valid; valid: 16, 32, 64"),
+        (["--page-sizes", "48"], "page_size 48 is not valid; valid: 8, 16, 32, 64"),
         (["--policy", "qest"], "did you mean 'quest'"),
         (["--dtype", "bf16"], "--dtype 'bf16' is not valid; .* did you mean 'bfloat16'"),
         (["--question", "spares"], "did you mean 'sparse'"),

@@ -63,10 +63,10 @@ def test_the_default_layer():
         ("budget", [64, 0], ["budget [64, 0]"]),
         ("budget", (64, True), ["budget (64, True)"]),
         ("budget", [0.5, 64], ["budget [0.5, 64]"]),
-        ("page_size", 48, ["page_size 48", "16, 32, 64 (tokens) or 'auto'"]),
+        ("page_size", 48, ["page_size 48", "8, 16, 32, 64 (tokens) or 'auto'"]),
         ("page_size", 32.0, ["page_size 32.0"]),
         ("page_size", "Auto", ["page_size 'Auto'", "or 'auto'; did you mean 'auto'?"]),
-        ("page_size", None, ["page_size None", "16, 32, 64 (tokens) or 'auto'"]),
+        ("page_size", None, ["page_size None", "8, 16, 32, 64 (tokens) or 'auto'"]),
         ("sink", -1, ["sink -1", "int >= 0 (tokens)"]),
         ("sink", True, ["sink True"]),
         ("recent", 0.5, ["recent 0.5", "int >= 0 (tokens)"]),
@@ -227,7 +227,7 @@ def test_a_share_in_words() -> None:
 
 
 def test_signs_are_about_a_cuboid() -> None:
-    message = "algorithm 'mean' is not valid; valid: 'cuboid' with granularity 'token'"
+    message = "algorithm 'mean' is not valid; valid: 'cuboid', 'three_level' with granularity 'token'"
     with pytest.raises(PolicyError, match=says(message)):
         LayerPolicy(granularity="token", algorithm="mean")
     assert (
@@ -268,7 +268,7 @@ def test_what_single_tokens_do_not_combine_with(field: str, value: object, messa
 
 def test_tokens_are_bought_one_by_one() -> None:
     layer = LayerPolicy(granularity="two_stage", budget=100, first_stage=2.5)
-    assert not layer.holds(101) and layer.holds(100) and LayerPolicy(budget=100).holds(112)
+    assert not layer.holds(101) and layer.holds(100) and LayerPolicy(budget=100).holds(104)
     assert layer.of_pages == LayerPolicy(budget=250, first_stage=2.5)
     assert LayerPolicy(granularity="two_stage", budget=0.3).of_pages.budget == 1.0
     assert (
@@ -339,10 +339,14 @@ def test_dense_pays_for_every_page():
 
 
 def test_pages_are_larger_in_long_caches() -> None:
-    """16 tokens a page up to 32,768, 32 up to 98,304, 64 beyond; 32 where it is not known; what was given stays."""
+    """8, 16, 32 and 64 tokens a page; 32 where the length is not known; what was given stays."""
     layer = LayerPolicy(top_p=0.9)
-    lengths = (1, 32_768, 32_769, 98_304, 98_305)
-    assert [layer.at_length(tokens).page_size for tokens in lengths] == [16, 16, 32, 32, 64]
+    lengths = (1, 16_384, 16_385, 32_768, 32_769, 98_304, 98_305)
+    sizes = [8, 8, 16, 16, 32, 32, 64]
+    assert [layer.at_length(tokens).page_size for tokens in lengths] == sizes
+    on_host = LayerPolicy(placement="host")
+    assert [on_host.at_length(tokens).page_size for tokens in lengths] == [16, 16, *sizes[2:]]
+    assert LayerPolicy(placement="host", page_size=8).at_length(1).page_size == 8
     assert layer.at_length(None) == LayerPolicy(top_p=0.9, page_size=32)
     assert (layer.stops, layer.at_length(10**6).stops) == ((0.9, 8), (0.9, 4))
     assert LayerPolicy(page_size=16).at_length(10**6).page_size == 16

@@ -250,7 +250,7 @@ def token_scores_configs(element_size: int, dim: int, page_size: int, signs: boo
     """Keys of memory are read as many as keep it busy; of signs a tile is made at a time, a page or more."""
 
     def config(tokens: int, step: int) -> Config:
-        warps = max(1, min(8, step * element_size * dim_pad(dim) // 4096))
+        warps = max(1, min(8, step * element_size * dim_pad(dim) // (8192 if signs else 4096)))
         return Config({"BLOCK_TOKENS": tokens, "STEP_TOKENS": step}, warps)
 
     if signs:

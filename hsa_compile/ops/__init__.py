@@ -33,6 +33,7 @@ from . import (
     sparse_attention,
     strided_pages,
     summarize,
+    unread,
 )
 from ._library import implement
 
@@ -55,6 +56,7 @@ implement("prefetch_select", prefetch_select.prefetch_select, prefetch_select.fa
 implement("join_prefetch", join_prefetch.join_prefetch, join_prefetch.fake)
 implement("index_scores", index_scores.index_scores, index_scores.fake)
 implement("sparse_attention", aten.sparse_attention, sparse_attention.fake)
+implement("unread", unread.unread, unread.fake)
 implement("estimate_rest", estimate_rest.estimate_rest, estimate_rest.fake)
 
 
@@ -72,6 +74,7 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {
     torch.ops.hsa.page_mask.default: page_mask.page_mask,
     torch.ops.hsa.page_bias.default: page_bias.page_bias,
     torch.ops.hsa.strided_pages.default: strided_pages.strided_pages,
+    torch.ops.hsa.unread.default: unread.unread,
     torch.ops.hsa.estimate_rest.default: estimate_rest.estimate_rest,
     torch.ops.hsa.refine.default: _on_cpu(aten_tokens.refine),
     torch.ops.hsa.select_tokens.default: _on_cpu(aten_tokens.select_tokens),

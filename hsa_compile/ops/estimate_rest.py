@@ -3,7 +3,7 @@
     q           [B, Hq, 1, D]
     key_means   [B, Hkv, P, R]       of each page; the first D numbers are the mean of its keys (``hsa::summarize``)
     value_means [B, Hkv, P, Dv]      the mean of its values
-    ids         [B, Hkv, K] int32    the pages that were attended, -1 is padding
+    ids         [B, Hkv, K] int32    the pages that were attended, -1 is padding; None where the mask is without them
     bits        [Bm, Hm, P] int64    packed mask (``hsa::page_mask``), Bm in {1, B}, Hm in {1, Hq}
     bias        [Bm, Hm, P]          what an additive mask adds (``hsa::page_bias``), or None
     out         [B, Hq, 1, Dv]       attention to the selected pages, and its log-sum-exp (``hsa::sparse_attention``)
@@ -36,7 +36,7 @@ from .page_mask import unpack
 from .summarize import kv_head_words
 
 define(
-    "estimate_rest(Tensor q, Tensor key_means, Tensor value_means, Tensor ids, Tensor bits, Tensor? bias, Tensor out, "
+    "estimate_rest(Tensor q, Tensor key_means, Tensor value_means, Tensor? ids, Tensor bits, Tensor? bias, Tensor out, "
     "Tensor lse, float scale, float softcap=0.0, int prototypes=0) -> (Tensor out, Tensor lse)"
 )
 
@@ -58,7 +58,7 @@ def estimate_rest_reference(
     q: Tensor,
     key_means: Tensor,
     value_means: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
     bits: Tensor,
     bias: Tensor | None,
     out: Tensor,
@@ -78,7 +78,7 @@ def estimate_rest_reference(
         for h in range(kv_heads):
             keys = key_means[b, h, :, : q.shape[-1]].double()
             values, tokens = value_means[b, h].double(), seen[b, h].any(0).sum(-1).double()
-            selected = set(ids[b, h].tolist())
+            selected = set() if ids is None else set(ids[b, h].tolist())
             rest = [p for p in range(pages) if p not in selected and tokens[p] > 0]
             clusters = [[page] for page in rest]
             if rest and prototypes:
@@ -106,7 +106,7 @@ def estimate_rest(
     q: Tensor,
     key_means: Tensor,
     value_means: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
     bits: Tensor,
     bias: Tensor | None,
     out: Tensor,
@@ -120,13 +120,14 @@ def estimate_rest(
     work = work_dtype(q)
     lowest, least = torch.finfo(work).min, torch.finfo(work).tiny
     keys, values = key_means[..., : q.shape[-1]], value_means
-    # What is padding of ids marks a page behind the last.
-    selected = torch.zeros((batch, kv_heads, pages + 1), dtype=torch.bool, device=q.device)
-    selected = selected.scatter(-1, torch.where(ids < 0, pages, ids).long(), True)[..., :pages]
     mass = popcount(by_group(bits, kv_heads)).to(work).log()
     if bias is not None:
         mass = mass + by_group(bias, kv_heads).to(work)
-    mass = torch.where(selected.unsqueeze(2), -math.inf, mass)
+    if ids is not None:
+        # What is padding of ids marks a page behind the last.
+        selected = torch.zeros((batch, kv_heads, pages + 1), dtype=torch.bool, device=q.device)
+        selected = selected.scatter(-1, torch.where(ids < 0, pages, ids).long(), True)[..., :pages]
+        mass = torch.where(selected.unsqueeze(2), -math.inf, mass)
     if prototypes:
         tokens = popcount(kv_head_words(bits, kv_heads)).to(work)
         keys, values, mass = _prototypes(keys, values, materialise(mass), tokens, prototypes)
@@ -188,7 +189,7 @@ def fake(
     q: Tensor,
     key_means: Tensor,
     value_means: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
     bits: Tensor,
     bias: Tensor | None,
     out: Tensor,

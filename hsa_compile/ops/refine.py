@@ -7,7 +7,7 @@
     bits  [Bm, Hm, P] int64       packed mask (``hsa::page_mask``), Bm in {1, B}, Hm in {1, Hq}
     bias  [Bm, Hm, 1, S]          additive mask, or None
     ->
-    tokens [B, Hkv, N] int32      selected tokens, best first, padded with -1; N = slots
+    tokens [B, Hkv, N] int32      selected tokens, in no order, padded with -1 behind; N = slots
     counts [B, Hkv, 2] int64      tokens selected, tokens attendable (over all query heads of the KV head)
 
 A page is as good as its best token, and the others take room that tokens of other pages deserve. So a selection of

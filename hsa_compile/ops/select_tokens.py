@@ -7,7 +7,7 @@
     bits    [Bm, Hm, P] int64        packed mask (``hsa::page_mask``), Bm in {1, B}, Hm in {1, Hq}
     bias    [Bm, Hm, 1, S]           additive mask, or None
     ->
-    tokens  [B, Hkv, N] int32        selected tokens, best first, padded with -1; N = slots
+    tokens  [B, Hkv, N] int32        selected tokens, in no order, padded with -1 behind; N = slots
     counts  [B, Hkv, 2] int64        tokens selected, tokens attendable (over all query heads of the KV head)
 
 Channel d of a key is taken for ``centre_d + deviation_d`` where its bit is set, and for ``centre_d - deviation_d``

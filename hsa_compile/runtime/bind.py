@@ -106,7 +106,7 @@ def _summary(
         read.dtype,
         int(attention.v.meta["example_value"].shape[3]) if pool_slots else 0,
         pool_slots,
-        policy.granularity == "token" and not means,
+        policy.indexes_tokens and not means,
     )
     base: Tensor = cache.base.meta["example_value"]
     offset = 0 if cache.kind == "dynamic" else read.storage_offset() - base.storage_offset()

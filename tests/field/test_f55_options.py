@@ -44,7 +44,7 @@ def test_options_are_applied() -> None:
         ({"polcy": SPARSE}, ("'polcy'", "'policy'", "'strict'", "did you mean 'policy'")),
         ({"policy": {"budgt": 4}}, ("'budgt'", "'budget'", "'page_size'", "did you mean 'budget'")),
         ({"budget": 4}, ("'budget'", "a field of a policy")),
-        ({"policy": {"page_size": 17}}, ("17", "16, 32, 64")),
+        ({"policy": {"page_size": 17}}, ("17", "8, 16, 32, 64")),
         ({"policy": {"algorithm": "qest"}}, ("'qest'", "did you mean 'quest'", "'cuboid'")),
         ({"max_autotun": True}, ("'max_autotun'", "did you mean 'max_autotune'")),
         ({"strict": "yes"}, ("'strict'", "True, False")),

@@ -28,6 +28,7 @@ from hsa_compile.ops.signs import signs_of
 from hsa_compile.ops.sparse_attention import sparse_attention_reference
 from hsa_compile.ops.strided_pages import strided_pages_reference
 from hsa_compile.ops.summarize import per_kv_head
+from hsa_compile.ops.unread import unread_reference
 
 from .helpers import transformers
 
@@ -94,7 +95,11 @@ def sparse_attention(
         policy.sink,
         policy.recent,
     )
-    if policy.algorithm == "three_level":
+    if policy.algorithm == "three_level" and policy.granularity == "token":
+        bought = (policy.budget, 0) if whole else (0, round(policy.budget * FRACTION_UNIT))
+        tokens = (1, keys.shape[2], *bought, policy.sink, policy.recent)
+        ids, counts = strided_pages_reference(page_mask(mask, 1), *keys.shape[:2], *tokens)
+    elif policy.algorithm == "three_level":
         ids, counts = strided_pages_reference(bits, *keys.shape[:2], *rule)
     else:
         ids, counts = select_reference(
@@ -112,7 +117,7 @@ def sparse_attention(
             dense_below=policy.dense_below,
         )
     bias, page_size = None if mask.dtype == torch.bool else mask, policy.page_size
-    if policy.granularity == "token":
+    if policy.indexes_tokens:
         paged = F.pad(keys, (0, 0, 0, -keys.shape[2] % page_size)).unflatten(2, (-1, page_size))
         present = unpack(per_kv_head(bits, len(q), keys.shape[1]), page_size)
         ids, _ = select_tokens_reference(
@@ -135,16 +140,20 @@ def sparse_attention(
             *(policy.budget, 0) if whole else (0, round(policy.budget * FRACTION_UNIT)),
             *(policy.sink, policy.recent, policy.group_reduce, softcap),
         )
+    words = bits
     if policy.granularity != "page":
-        bits, page_size = page_mask(mask, 1), 1
+        words, page_size = page_mask(mask, 1), 1
     out, lse = sparse_attention_reference(
-        q, keys, values, ids, None, bits, bias, scale, page_size, softcap
+        q, keys, values, ids, None, words, bias, scale, page_size, softcap
     )
     if policy.estimates:
         means = (page_summaries(x, attendable(mask), policy, "mean") for x in (keys, values))
         added = None if bias is None else mean_bias(mask, policy.page_size)
         prototypes = policy.prototypes if policy.algorithm == "three_level" else 0
         rest = (scale, softcap, prototypes)
+        if policy.granularity == "token":
+            bits = unread_reference(bits, ids, q.shape[1], policy.page_size)
+            ids = torch.full_like(ids, -1)
         out, lse = estimate_rest_reference(q, *means, ids, bits, added, out, lse, *rest)
     if sink is None:
         return out

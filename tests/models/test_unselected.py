@@ -24,6 +24,7 @@ from .test_sparse import KINDS, check, policy
 
 PART = policy(budget=48, unselected="centroids")
 LEVELS = policy(algorithm="three_level", budget=64, recent=8, prototypes=3)
+TOKENS = replace(LEVELS, granularity="token", budget=40)
 WHOLE = LayerPolicy(budget=144, page_size=16, unselected="centroids")
 
 
@@ -69,6 +70,22 @@ def test_three_levels(kind: str, more: dict[str, Any]) -> None:
     check("llama", kind, replace(LEVELS, **more))
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "run"),
+    [
+        ("static", {}, "eager"),
+        ("dynamic", {"budget": 0.4, "prototypes": 64}, "eager"),
+        pytest.param("dynamic", {}, "eager", marks=pytest.mark.slow),
+        pytest.param("static", {"budget": 0.3, "sink": 0}, "eager", marks=pytest.mark.slow),
+        *(pytest.param(kind, {}, "inductor", marks=pytest.mark.slow) for kind in KINDS),
+    ],
+    ids=str,
+)
+def test_three_levels_of_tokens(kind: str, more: dict[str, Any], run: str) -> None:
+    """Single tokens at even distances; of their pages the others are in the prototypes."""
+    check("llama", kind, replace(TOKENS, **more), run=run)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layer", [PART, replace(PART, algorithm="streaming"), LEVELS], ids=str)
@@ -77,7 +94,9 @@ def test_with_inductor(kind: str, layer: LayerPolicy) -> None:
 
 
 @pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layer", [WHOLE, replace(LEVELS, budget=96)], ids=["centroids", "three"])
+@pytest.mark.parametrize(
+    "layer", [WHOLE, LEVELS, TOKENS], ids=["centroids", "three", "three of tokens"]
+)
 def test_lossless_within_the_budget(kind: str, layer: LayerPolicy) -> None:
     model, asked = tiny("llama"), request(3, 60, 24, 160)
     compiled = compile_hsa(model, replace(layer, budget=96))
@@ -111,7 +130,9 @@ def test_requests_of_other_padding_in_one_cache(layer: LayerPolicy) -> None:
     "name",
     ["mask_by_row_and_head", "mask_and_bias", "soft_cap_then_bias", "cap_and_sinks"],
 )
-@pytest.mark.parametrize("part", [PART, LEVELS], ids=["centroids", "prototypes"])
+@pytest.mark.parametrize(
+    "part", [PART, LEVELS, TOKENS], ids=["centroids", "prototypes", "of tokens"]
+)
 def test_several_query_tokens(name: str, part: LayerPolicy) -> None:
     """Masks that differ between heads and tokens, biases, soft caps, sinks."""
     spelling = next(spelling for spelling in SPELLINGS if spelling.name == name)

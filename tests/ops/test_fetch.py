@@ -24,7 +24,7 @@ def test_layouts(dtype: torch.dtype, layout: str) -> None:
             check_fetch(op, replace(shape, dim=sizes[0], value_dim=sizes[1]), ahead)
 
 
-@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("page", [8, 16, 32, 64])
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 64, 640, 643])
 @pytest.mark.parametrize("loads", [0, 1, None])
 def test_lengths(page: int, tokens: int, loads: int | None) -> None:

@@ -9,7 +9,7 @@ from hsa_compile.ops.select import forced_pages, select_reference
 @pytest.mark.parametrize("trial", range(24))
 def test_selection_under_masks_with_holes(trial: int) -> None:
     torch.manual_seed(trial)
-    page = (16, 32, 64)[trial % 3]
+    page = (8, 16, 32, 64)[trial % 4]
     tokens = int(torch.randint(1, 300, ()))
     pages = -(-tokens // page)
     hidden = (0.0, 0.3, 0.9, 0.97)[trial % 4]

@@ -140,7 +140,7 @@ def test_attention_soft_cap(
     interpreted(check_attention, shape, dtype, "batch left", with_bias=True, softcap=softcap)
 
 
-@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("page", [8, 16, 32, 64])
 @pytest.mark.parametrize("extra", [None, -1, 0, 1, 200])
 def test_attention_lengths(interpreted: Check, page: int, extra: int | None) -> None:
     shape = Shape(page=page, tokens=1 if extra is None else page + extra, batch=1)

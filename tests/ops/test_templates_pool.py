@@ -77,7 +77,7 @@ def test_copies_of_layouts(interpreted: Check, dtype: torch.dtype, layout: str) 
     interpreted(check_every_copy, shape)
 
 
-@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("page", [8, 16, 32, 64])
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 64, 640, 643])
 def test_copies_of_lengths(interpreted: Check, page: int, tokens: int) -> None:
     for loads in (0, 1, None):
