@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -77,6 +78,17 @@ def pytest_unconfigure() -> None:
     if _OWNS_CACHE:
         shutil.rmtree(_CACHE, ignore_errors=True)
         os.environ.pop("HSA_TEST_CACHE", None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settled_heap() -> None:
+    """What is there when a module begins is not searched for garbage again.
+
+    A process holds millions of objects before long, most of them of libraries, and the collections that tests ask for
+    took seconds each.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -227,7 +227,9 @@ def test_a_share_in_words() -> None:
 
 
 def test_signs_are_about_a_cuboid() -> None:
-    message = "algorithm 'mean' is not valid; valid: 'cuboid', 'three_level' with granularity 'token'"
+    message = (
+        "algorithm 'mean' is not valid; valid: 'cuboid', 'three_level' with granularity 'token'"
+    )
     with pytest.raises(PolicyError, match=says(message)):
         LayerPolicy(granularity="token", algorithm="mean")
     assert (

@@ -31,7 +31,14 @@ PART = LayerPolicy(algorithm="cuboid", budget=48, page_size=16, sink=4, recent=1
 WHOLE = LayerPolicy(budget=144, page_size=16)
 STEPS = 4
 WITH_INDUCTOR = ("everything", "floats_by_row", "mask_of_rows_and_heads", "sinks_by_the_sum")
-ALIKE = ("mask_mod", "mask_of_rows", "mask_of_heads")
+ALIKE = (
+    "mask_mod",
+    "mask_of_rows",
+    "mask_of_heads",
+    "mask_of_rows_and_heads",
+    "alibi",
+    "sinks_by_the_sum",
+)
 """What others of them do too."""
 OPTIONS: dict[str, Any] = {"run": "eager", "policy": {"budget": 48, "page_size": 16, "recent": 16}}
 

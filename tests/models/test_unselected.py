@@ -105,7 +105,13 @@ def test_lossless_within_the_budget(kind: str, layer: LayerPolicy) -> None:
     assert all(site.decision == "sparse" for site in hsa_compile.explain(compiled).sites)
 
 
-@pytest.mark.parametrize("layer", [PART, LEVELS], ids=["centroids", "prototypes"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(PART, id="centroids"),
+        pytest.param(LEVELS, id="prototypes", marks=pytest.mark.slow),
+    ],
+)
 def test_requests_of_other_padding_in_one_cache(layer: LayerPolicy) -> None:
     """The second request is as long as the first had become, and its rows begin elsewhere; the cache is not reset."""
     model = tiny("llama")

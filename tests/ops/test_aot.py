@@ -366,8 +366,16 @@ def test_other_selections_compile(child: Check, more: dict[str, Any], known: boo
     child(check_compiles, case, "summarize", early=True)
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("chosen", ["named", "all"])
+@pytest.mark.parametrize(
+    ("chosen", "known"),
+    [
+        ("named", True),
+        *(
+            pytest.param(chosen, known, marks=pytest.mark.slow)
+            for chosen, known in (("named", False), ("all", True), ("all", False))
+        ),
+    ],
+)
 def test_choices_of_tokens_compile(child: Check, chosen: str, known: bool) -> None:
     case = Case(chosen=chosen, signs=chosen == "all", known_pages=known)
     child(check_compiles, case, "top_pages", early=True)

@@ -172,7 +172,10 @@ BLOCKS = Config({"WAYS": 2, "SINGLE": False, "BLOCK": 16}, 4)
 
 
 @pytest.mark.parametrize("config", [None, BLOCKS], ids=["single", "blocks"])
-@pytest.mark.parametrize("kind", ["row full", "batch left", "heads empty"])
+@pytest.mark.parametrize(
+    "kind",
+    ["heads empty", *(pytest.param(k, marks=pytest.mark.slow) for k in ("row full", "batch left"))],
+)
 def test_template(interpreted: Check, kind: str, config: Config | None) -> None:
     interpreted(check_accumulated, Shape(tokens=16 * 20 + 3, kv_heads=1), kind, config)
 

@@ -52,7 +52,10 @@ def causal(case: Case, position: int, begin: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("algorithm", algorithms.names())
-@pytest.mark.parametrize(("how", "kv_heads"), [("op", 1), ("op", 8), ("traced", 2)])
+@pytest.mark.parametrize(
+    ("how", "kv_heads"),
+    [("op", 8), ("traced", 2), pytest.param("op", 1, marks=pytest.mark.slow)],
+)
 def test_summaries_stay_true(algorithm: str, how: str, kv_heads: int) -> None:
     """Each step leaves what a rebuild gives, whatever happened to the cache before it.
 
@@ -92,7 +95,7 @@ def test_summaries_stay_true(algorithm: str, how: str, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("algorithm", algorithms.names())
-@pytest.mark.parametrize("how", ["op", "traced"])
+@pytest.mark.parametrize("how", ["op", pytest.param("traced", marks=pytest.mark.slow)])
 def test_several_tokens_at_once(algorithm: str, how: str) -> None:
     """Steps of different numbers of tokens over one state, with tokens taken back in between."""
     case = Case(length=200, page_size=16, head_dim=32, mask="full", algorithm=algorithm)

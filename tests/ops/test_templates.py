@@ -265,11 +265,11 @@ def test_only_stale_pages_are_summarised(interpreted: Check) -> None:
 @pytest.mark.parametrize(
     ("shape", "written", "kind", "kept"),
     [
-        (Shape(tokens=100), 5, "row full", 5),
         (Shape(tokens=100), 5, "batch full", 2),
         (Shape(tokens=100, dim=24, page=32), 16, "row full", 13),
-        (Shape(tokens=130, page=64), 2, "batch full", 1),
         (Shape(tokens=100, group=6), 3, "heads full", 3),
+        pytest.param(Shape(tokens=100), 5, "row full", 5, marks=pytest.mark.slow),
+        pytest.param(Shape(tokens=130, page=64), 2, "batch full", 1, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -340,8 +340,12 @@ def test_selection_of_a_fraction(interpreted: Check, fraction: float) -> None:
     )
 
 
-@pytest.mark.parametrize("sink", [0, 1, 16, 17, 40])
-@pytest.mark.parametrize("recent", [0, 1, 16, 33])
+@pytest.mark.parametrize(
+    "sink", [0, 17, 40, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))]
+)
+@pytest.mark.parametrize(
+    "recent", [0, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))]
+)
 def test_sinks_and_recent_tokens(interpreted: Check, sink: int, recent: int) -> None:
     shape = Shape(tokens=180, batch=1)
     interpreted(
@@ -367,8 +371,10 @@ def test_ties_go_to_the_lower_index(interpreted: Check, slots: int) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("ways", [2, 4, 8])
-@pytest.mark.parametrize("kind", ["batch", "heads", "row full"])
+@pytest.mark.parametrize("ways", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["heads", *(pytest.param(k, marks=pytest.mark.slow) for k in ("batch", "row full"))]
+)
 def test_selection_in_blocks(interpreted: Check, ways: int, kind: str) -> None:
     """What runs where all pages do not fit one block, or their number is not known."""
     config = Config({"WAYS": ways, "SINGLE": False, "BLOCK": 16}, 4)

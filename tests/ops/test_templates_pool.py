@@ -72,13 +72,18 @@ def check_every_copy(shape: CacheShape) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_of_layouts(interpreted: Check, dtype: torch.dtype, layout: str) -> None:
     shape = CacheShape(dtype=dtype, layout=layout)
-    for sizes in ((64, 64), (72, 72), (80, 80), (128, 128), (256, 256), (96, 64), (64, 128)):
+    sizes_of_heads = [(72, 72), (256, 256), (96, 64)]
+    if dtype == torch.float32:
+        sizes_of_heads += [(64, 64), (80, 80), (128, 128), (64, 128)]
+    for sizes in sizes_of_heads:
         interpreted(check_fetch, standalone.fetch, replace(shape, dim=sizes[0], value_dim=sizes[1]))
     interpreted(check_every_copy, shape)
 
 
-@pytest.mark.parametrize("page", [8, 16, 32, 64])
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 64, 640, 643])
+@pytest.mark.parametrize("page", [8, 32, *(pytest.param(n, marks=SLOW) for n in (16, 64))])
+@pytest.mark.parametrize(
+    "tokens", [1, 17, 64, 643, *(pytest.param(n, marks=SLOW) for n in (15, 16, 640))]
+)
 def test_copies_of_lengths(interpreted: Check, page: int, tokens: int) -> None:
     for loads in (0, 1, None):
         shape = CacheShape(page=page, tokens=tokens, loads=loads, dim=16)
@@ -103,6 +108,6 @@ def check_rows(shape: CacheShape, rows_at_once: int) -> None:
 )
 def test_copies_of_many_rows(interpreted: Check, rows_at_once: int) -> None:
     """More parts than programs, and rows numbered in blocks."""
-    shape = CacheShape(batch=23, kv_heads=3, dim=16, value_dim=16)
+    shape = CacheShape(batch=11, kv_heads=3, dim=16, value_dim=16)
     interpreted(check_rows, shape, rows_at_once)
     interpreted(check_rows, replace(shape, loads=0), rows_at_once)

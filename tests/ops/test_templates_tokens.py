@@ -130,17 +130,28 @@ def interpreted() -> Iterator[Check]:
         yield run
 
 
-@pytest.mark.parametrize("signs", [False, True], ids=["keys", "signs"])
+BOTH = pytest.mark.parametrize("signs", [False, True], ids=["keys", "signs"])
+KEYS = pytest.mark.parametrize(
+    "signs", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["keys", "signs"]
+)
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("shape", "kind"),
     [
-        (Shape(tokens=250), "row"),
         (Shape(tokens=250, dim=72, page=32, group=3), "batch left"),
-        (Shape(tokens=150, dim=80, page=64, batch=1), "heads"),
         (Shape(tokens=100, dim=24, page=8), "heads empty"),
-        (Shape(tokens=60, dim=64, page=4, group=1), "batch empty"),
-        (Shape(tokens=31, dim=256, page=1, kv_heads=1), "row full"),
-        (Shape(tokens=15, dim=128, batch=1), "row full"),
+        *(
+            pytest.param(shape, kind, marks=pytest.mark.slow)
+            for shape, kind in (
+                (Shape(tokens=250), "row"),
+                (Shape(tokens=150, dim=80, page=64, batch=1), "heads"),
+                (Shape(tokens=60, dim=64, page=4, group=1), "batch empty"),
+                (Shape(tokens=31, dim=256, page=1, kv_heads=1), "row full"),
+                (Shape(tokens=15, dim=128, batch=1), "row full"),
+            )
+        ),
     ],
     ids=str,
 )
@@ -149,15 +160,15 @@ def test_masks_and_shapes(interpreted: Check, shape: Shape, kind: str, signs: bo
         interpreted(check_tokens, shape, kind, reduce, signs=signs)
 
 
-@pytest.mark.parametrize("signs", [False, True], ids=["keys", "signs"])
-@pytest.mark.parametrize("biased", ["row", "heads"])
+@KEYS
+@pytest.mark.parametrize("biased", ["heads", pytest.param("row", marks=pytest.mark.slow)])
 def test_caps_and_biases(interpreted: Check, biased: str, signs: bool) -> None:
     shape = Shape(tokens=200)
     interpreted(check_tokens, shape, "heads", "max", biased=biased, signs=signs)
     interpreted(check_tokens, shape, "row", "max", softcap=3.0, biased=biased, signs=signs)
 
 
-@pytest.mark.parametrize("signs", [False, True], ids=["keys", "signs"])
+@KEYS
 def test_budgets(interpreted: Check, signs: bool) -> None:
     shape = Shape(tokens=200)
     interpreted(check_tokens, shape, "batch", budget=3, sink=5, recent=9, signs=signs)
@@ -167,7 +178,7 @@ def test_budgets(interpreted: Check, signs: bool) -> None:
     interpreted(check_tokens, shape, "row full", budget=0, fraction=1.0, signs=signs)
 
 
-@pytest.mark.parametrize("signs", [False, True], ids=["keys", "signs"])
+@KEYS
 def test_blocks_that_are_looped_over(interpreted: Check, signs: bool) -> None:
     shape = Shape(tokens=333)
     for kind in ("heads", "batch left"):
