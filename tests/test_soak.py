@@ -7,7 +7,7 @@ import pytest
 from . import soak
 from .conftest import SEED
 
-COUNT = int(os.environ.get("HSA_SOAK", "24"))
+COUNT = int(os.environ.get("HSA_SOAK", "16"))
 BATCHES = 4
 
 

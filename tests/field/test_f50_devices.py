@@ -25,6 +25,7 @@ from .helpers import (
 )
 
 
+@pytest.mark.slow
 def test_cpu() -> None:
     """Triton is installed, and is not asked."""
     pytest.importorskip("triton")

@@ -46,7 +46,7 @@ SLOW = pytest.mark.slow
         ),
         PoolShape(selected=96, slots=192, pages=2000, batch=1, kv_heads=1, page=64),
         pytest.param(PoolShape(selected=4, more=3, slots=8), marks=SLOW),
-        PoolShape(selected=4, more=3, slots=8, early=True),
+        pytest.param(PoolShape(selected=4, more=3, slots=8, early=True), marks=SLOW),
         pytest.param(PoolShape(selected=1, more=9, slots=12, pages=14, batch=1), marks=SLOW),
         PoolShape(selected=20, more=20, slots=60, pages=300, batch=1, kv_heads=2),
     ],

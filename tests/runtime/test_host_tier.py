@@ -213,12 +213,12 @@ def test_no_page_is_rebuilt_while_a_request_decodes() -> None:
 @pytest.mark.parametrize(
     ("kind", "cache", "prefetch"),
     [
-        ("llama", "static", "none"),
-        ("gpt2", "static", "none"),
         ("llama", "static", "next_rank"),
         ("gpt2", "static", "cross_layer"),
-        ("llama", "dynamic", "none"),
         ("gpt2", "dynamic", "next_rank"),
+        pytest.param("llama", "static", "none", marks=pytest.mark.slow),
+        pytest.param("gpt2", "static", "none", marks=pytest.mark.slow),
+        pytest.param("llama", "dynamic", "none", marks=pytest.mark.slow),
     ],
 )
 def test_models(kind: str, cache: str, prefetch: str) -> None:
