@@ -9,6 +9,7 @@ from . import kernels, options
 from .kernels import eager, emit, full_words, rows_of, spread_pages
 from .limits import kernel_limits
 from .options import Rows
+from .select import search
 
 
 def lower(
@@ -66,6 +67,8 @@ def choose(
     group = query_heads // kv_heads
     tokens = per_page.get_size()[2] * page_size
     added = {} if bias is None else {"bias": compat.realize(bias)}
+    pages = compat.expression_hint(bits.get_size()[2])
+    examples = {"bits": full_words, "pages": spread_pages(pages)}
     scores = emit(
         "token_scores",
         options.token_scores(
@@ -76,28 +79,12 @@ def choose(
         {"q": compat.realize(q), **index, "bits": compat.realize(bits), **added},
         compat.contiguous_layout(device, torch.float32, (batch, query_heads, tokens)),
         (batch, kv_heads, tokens),
-        examples={
-            "bits": full_words,
-            "pages": spread_pages(compat.expression_hint(bits.get_size()[2])),
-        },
+        examples=examples,
     )  # fmt: skip
     constants = options.top_pages(
         1.0, group_reduce, kv_heads, group, 1, Rows(False, False), budget, fraction, sink, recent,
         compat.static_int(tokens) if compat.is_constant(tokens) else None,
         tokens=True, named=page_size if named else 0,
     )  # fmt: skip
-    chosen = compat.scratch(device, torch.int32, (batch, kv_heads, slots))
-    inputs = {"scores": compat.realize(scores), **named, "ids": chosen}
-    if not constants["SINGLE"]:
-        inputs["order"] = compat.scratch(device, torch.int32, (batch, kv_heads, tokens))
-    counts = emit(
-        "top_pages",
-        {**constants, "ACC_TYPE": "tl.int64"},
-        options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"])),
-        inputs,
-        compat.contiguous_layout(device, torch.int64, (batch, kv_heads, 2)),
-        (batch, kv_heads),
-        writes=("ids", *(("order",) if "order" in inputs else ())),
-        examples={"pages": spread_pages(compat.expression_hint(bits.get_size()[2]))},
-    )
-    return chosen, counts
+    given = {"scores": compat.realize(scores), **named}
+    return search(device, constants, given, (batch, kv_heads), tokens, slots, examples)

@@ -1,14 +1,15 @@
 """Inductor's lowering of ``hsa::select`` and ``hsa::select_accumulated``: page scores, then the search."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import algorithms, compat
 from . import kernels, options
-from .kernels import eager, emit, full_words, rows_of, written_in_place
+from .kernels import Example, eager, emit, full_words, rows_of, written_in_place
 from .limits import kernel_limits
+from .options import Constants
 
 
 def lower(
@@ -105,19 +106,38 @@ def lower(
         compat.static_int(pages) if compat.is_constant(pages) else None, more,
         newest_first, float(top_p), floor, head_pages, float(dense_below), float(decay),
     )  # fmt: skip
-    ids = compat.scratch(device, torch.int32, (batch, kv_heads, slots + more))
-    inputs |= {"bits": bits, "ids": ids, **stored}
+    inputs["bits"] = bits
+    best = (constants, inputs, (batch, kv_heads), pages, slots + more)
+    return search(device, *best, {"bits": full_words}, stored)
+
+
+def search(
+    device: torch.device,
+    constants: Constants,
+    given: dict[str, Any],
+    rows: tuple[Any, int],
+    candidates: Any,
+    named: Any,
+    examples: Mapping[str, Example],
+    stored: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """The best of the ``candidates`` of each row, ``named`` ids of them, and what is counted.
+
+    ``given`` and ``stored`` (written in place) are tensors of ``top_pages``, those before and behind the ids.
+    """
+    ids = compat.scratch(device, torch.int32, (*rows, named))
+    written = {"ids": ids, **(stored or {})}
     if not constants["SINGLE"]:
-        inputs["order"] = compat.scratch(device, torch.int32, (batch, kv_heads, pages))
+        written["order"] = compat.scratch(device, torch.int32, (*rows, candidates))
     counts = emit(
         "top_pages",
         {**constants, "ACC_TYPE": "tl.int64"},
         options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"])),
-        inputs,
-        compat.contiguous_layout(device, torch.int64, (batch, kv_heads, 2)),
-        (batch, kv_heads),
-        writes=("ids", *stored, *(("order",) if "order" in inputs else ())),
-        examples={"bits": full_words},
+        {**given, **written},
+        compat.contiguous_layout(device, torch.int64, (*rows, 2)),
+        rows,
+        writes=tuple(written),
+        examples=examples,
     )
     return ids, counts
 

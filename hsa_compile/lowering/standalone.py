@@ -322,24 +322,37 @@ def select(
         budget_pages, fraction, sink, recent, pages if known_pages else None, more,
         newest_first, top_p, floor, head_pages, dense_below, decay,
     )  # fmt: skip
+    inputs = {} if scores is None else {"scores": scores}
+    inputs["bits"] = bits
+    stored = {} if covered is None else {"covered": covered}
+    best = (constants, config, inputs, (batch, kv_heads), pages, slots + more)
+    return _search(*best, make, stored)
+
+
+def _search(
+    constants: Constants,
+    config: Config | None,
+    given: dict[str, Tensor],
+    rows: tuple[int, int],
+    candidates: int,
+    named: int,
+    make: Make,
+    stored: Mapping[str, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The ids ``[*rows, named]`` of the best of the ``candidates`` of each row, and what is counted.
+
+    ``given`` and ``stored`` are tensors of ``top_pages``, those before and behind the ids.
+    """
     config = (
         config or options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"]))[0]
     )
-    ids = make((batch, kv_heads, slots + more), dtype=torch.int32, device=q.device)
-    inputs = {} if scores is None else {"scores": scores}
-    inputs |= {"bits": bits, "ids": ids}
-    if covered is not None:
-        inputs["covered"] = covered
+    device = next(iter(given.values())).device
+    ids = make((*rows, named), dtype=torch.int32, device=device)
+    inputs = {**given, "ids": ids, **(stored or {})}
     if not {**constants, **config.blocks}["SINGLE"]:
-        inputs["order"] = make((batch, kv_heads, pages), dtype=torch.int32, device=q.device)
-    counts = launch(
-        "top_pages",
-        constants,
-        config,
-        inputs,
-        make((batch, kv_heads, 2), dtype=torch.int64, device=q.device),
-        grids.top_pages(batch, kv_heads, constants),
-    )
+        inputs["order"] = make((*rows, candidates), dtype=torch.int32, device=device)
+    counts = make((*rows, 2), dtype=torch.int64, device=device)
+    launch("top_pages", constants, config, inputs, counts, grids.top_pages(*rows, constants))
     return ids, counts
 
 
@@ -399,25 +412,10 @@ def top_tokens(
         fraction, sink, recent, tokens if known_tokens else None, tokens=True,
         named=0 if named is None else page_size,
     )  # fmt: skip
-    config = (
-        config or options.top_pages_configs(int(constants["BLOCK"]), int(constants["GROUP_PAD"]))[0]
-    )
-    ids = make((batch, kv_heads, slots), dtype=torch.int32, device=scores.device)
     inputs = {"scores": scores}
     if named is not None:
         inputs["pages"], inputs["seen"] = named
-    inputs["ids"] = ids
-    if not {**constants, **config.blocks}["SINGLE"]:
-        inputs["order"] = make((batch, kv_heads, tokens), dtype=torch.int32, device=scores.device)
-    counts = launch(
-        "top_pages",
-        constants,
-        config,
-        inputs,
-        make((batch, kv_heads, 2), dtype=torch.int64, device=scores.device),
-        grids.top_pages(batch, kv_heads, constants),
-    )
-    return ids, counts
+    return _search(constants, config, inputs, (batch, kv_heads), tokens, slots, make)
 
 
 def refine(
